@@ -1,0 +1,27 @@
+"""Sharpness-aware training for free: SAF and MESA in three lines of any PyTorch loop."""
+
+# the loss
+from saltflat.trajectory import trajectory_loss
+
+# the paper's two methods
+from saltflat.saf import SAF
+from saltflat.mesa import MESA
+
+# what they are made of
+from saltflat.memory import OutputMemory
+from saltflat.teacher import EMATeacher, decay_for_half_life
+
+# data that carries its index
+from saltflat.indexed import with_index
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MESA",
+    "SAF",
+    "EMATeacher",
+    "OutputMemory",
+    "decay_for_half_life",
+    "trajectory_loss",
+    "with_index",
+]

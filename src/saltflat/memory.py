@@ -1,0 +1,319 @@
+"""Every sample's outputs, `lag` epochs ago.
+
+A ring of `lag` slots: slot e mod lag is read in epoch e, when it holds the outputs of epoch
+e - lag, and is overwritten with those of epoch e. Each row carries the epoch it was written in and
+counts only if that is exactly `lag` epochs ago. So a sample that was dropped, padded, drawn twice
+or not yet seen has no reference, rather than a wrong one.
+
+The ring is one flat table: row `slot * num_samples + index`, and a last row that takes what must
+not be kept, so that no step has to ask the device which rows those are. What depends on the epoch
+is held in tensors beside the table, so that a compiled or captured step follows `set_epoch`.
+
+The tensors are attributes rather than buffers: a module that holds the memory may be moved, cast
+to half precision or wrapped for data-parallel training, and none of that may touch the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from saltflat._mapped import mapped_table
+from saltflat.codecs import codec_for
+
+_NEVER = torch.iinfo(torch.int32).min
+"""The stamp of a row that was not written: `lag` before no epoch."""
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Location(NamedTuple):
+    """Where a batch lies in the ring, on the ring's own device."""
+
+    rows: Tensor
+    """A row of the table for each sample; the last row where the index is out of range."""
+    in_range: Tensor | None
+    """Which indices are in range; None where all are known to be."""
+
+
+class _Pending(NamedTuple):
+    """Rows on their way from a GPU to a table in host memory."""
+
+    rows: Tensor
+    stored: Tensor
+    keep: Tensor | None
+    arrived: torch.cuda.Event
+
+
+class OutputMemory(nn.Module):
+    """The outputs of `num_samples` samples in the last `lag` epochs.
+
+    Args:
+        num_samples: Indices run from 0 to num_samples - 1.
+        num_classes: The length of one row of logits.
+        lag: How many epochs ago a row must have been written to count.
+        storage: "float32", "float16" or "uint8"; see `saltflat.codecs`.
+        device: Where the table lies. None: with the logits. "cpu" with logits on a GPU: in host
+            memory, reached through pinned buffers and asynchronous copies.
+        path: A file to hold the table, for tables larger than RAM. It is created sparse and takes
+            space as rows are written. It is scratch space; what lasts is `state_dict()`.
+
+    Raises:
+        ValueError: If a size is not a positive whole number, the storage is unknown, or the file
+            cannot be used.
+
+    Example:
+        >>> import torch
+        >>> memory = OutputMemory(num_samples=2, num_classes=3, lag=1)
+        >>> memory.set_epoch(0)
+        >>> memory.write(memory.locate(torch.tensor([1])), torch.tensor([[1.0, 2.0, 3.0]]))
+        >>> memory.set_epoch(1)
+        >>> reference, valid = memory.read(memory.locate(torch.tensor([0, 1])))
+        >>> reference[1], valid
+        (tensor([1., 2., 3.], dtype=torch.float16), tensor([False,  True]))
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_classes: int,
+        *,
+        lag: int = 3,
+        storage: str = "float16",
+        device: torch.device | str | None = None,
+        path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_samples": num_samples, "num_classes": num_classes, "lag": lag}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+        if path is not None and device is not None and torch.device(device).type != "cpu":
+            raise ValueError(f"a table in a file is in host memory: leave out device={device!r}")
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        self.lag = lag
+        self.storage = storage
+        self._codec = codec_for(storage)
+        self._follows_logits = device is None and path is None
+        self._pending: list[_Pending] = []
+
+        # A table that follows the logits has no memory yet: "meta" until they are seen.
+        place = "meta" if self._follows_logits else device or "cpu"
+        shape = (lag * num_samples + 1, self._codec.width(num_classes))
+        self._stamps = torch.full(shape[:1], _NEVER, dtype=torch.int32, device=place)
+        if path is None:
+            self._table = torch.zeros(shape, dtype=self._codec.dtype, device=place)
+        else:
+            self._table = mapped_table(Path(path), shape, self._codec.dtype)
+
+        clock = "cpu" if self._follows_logits else place
+        self._slot_start = torch.zeros((), dtype=torch.int64, device=clock)
+        self._epoch_now = torch.zeros((), dtype=torch.int32, device=clock)
+        self._epoch_wanted = torch.zeros((), dtype=torch.int32, device=clock)
+        self._out_of_range = torch.zeros((), dtype=torch.int64, device=clock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and its stamps."""
+        return self._table.nbytes + self._stamps.nbytes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: its outputs are written, those of `epoch - lag` are read.
+
+        Raises:
+            ValueError: If, since the last call, indices on a device were out of range.
+        """
+        self._settle()
+        if out_of_range := int(self._out_of_range):
+            self._out_of_range.zero_()
+            raise ValueError(
+                f"{out_of_range} indices since the last set_epoch were outside "
+                f"0..{self.num_samples - 1}; they were neither read nor written. "
+                "num_samples must be the length of the whole training set"
+            )
+        self._slot_start.fill_(epoch % self.lag * self.num_samples)
+        self._epoch_now.fill_(epoch)
+        self._epoch_wanted.fill_(epoch - self.lag)
+
+    def locate(self, index: Tensor, device: torch.device | str = "cpu") -> Location:
+        """Find the rows of a batch.
+
+        An index that the host can see is checked at once. One on a device is not waited for: what
+        is out of range has no reference, is not written, and is reported by `set_epoch`.
+
+        Args:
+            index: Whole numbers of shape (batch,), best left on the CPU as the loader gave them.
+            device: Where the batch's logits are.
+
+        Raises:
+            ValueError: If the index is not a vector of whole numbers from 0 to num_samples - 1.
+        """
+        if index.dim() != 1 or index.dtype not in _WHOLE:
+            raise ValueError(
+                "index must be a vector of whole numbers, got "
+                f"{index.dtype} of shape {tuple(index.shape)}"
+            )
+        self._place(torch.device(device))
+        device = self._table.device
+        if "cpu" in (index.device.type, device.type) and not torch.compiler.is_compiling():
+            index = index.to("cpu", torch.int64)
+            if len(index) and (index.min() < 0 or index.max() >= self.num_samples):
+                raise ValueError(
+                    f"index must be within 0..{self.num_samples - 1}, got {int(index.min())} to "
+                    f"{int(index.max())}: num_samples must be the length of the training set"
+                )
+            return Location(index.to(device, non_blocking=True) + self._slot_start, None)
+        index = index.to(device, torch.int64, non_blocking=True)
+        in_range = (index >= 0) & (index < self.num_samples)
+        self._out_of_range += (~in_range).sum()
+        rows = torch.where(in_range, index + self._slot_start, len(self._table) - 1)
+        return Location(rows, in_range)
+
+    def read(
+        self, location: Location, device: torch.device | str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs of `lag` epochs ago and whether there are any, for each sample.
+
+        Args:
+            location: From `locate`.
+            device: Where to put them; the table's own device unless said.
+
+        Returns:
+            References of shape (batch, classes), meaningless where not valid, and booleans of
+            shape (batch,).
+        """
+        self._settle()
+        device = self._table.device if device is None else torch.device(device)
+        rows = location.rows
+        valid = self._stamps.index_select(0, rows) == self._epoch_wanted
+        if location.in_range is not None:
+            valid &= location.in_range
+        if self._crosses(device):
+            stored = torch.empty(
+                (len(rows), self._table.shape[1]), dtype=self._table.dtype, pin_memory=True
+            )
+            torch.index_select(self._table, 0, rows, out=stored)
+            valid = valid.pin_memory()
+        else:
+            stored = self._table.index_select(0, rows)
+        stored = stored.to(device, non_blocking=True)
+        return self._codec.decode(stored), valid.to(device, non_blocking=True)
+
+    def write(self, location: Location, logits: Tensor, keep: Tensor | None = None) -> None:
+        """Record a batch's outputs in this epoch; of a sample drawn twice, the later ones.
+
+        Args:
+            location: From `locate`.
+            logits: The outputs, of shape (batch, classes).
+            keep: Booleans of shape (batch,); a row that is False stays as it was.
+
+        Raises:
+            ValueError: If the shapes do not fit.
+        """
+        if logits.shape != (len(location.rows), self.num_classes):
+            raise ValueError(
+                f"logits must be of shape ({len(location.rows)}, {self.num_classes}) for an index "
+                f"of length {len(location.rows)}, got {tuple(logits.shape)}"
+            )
+        stored = self._codec.encode(logits.detach().to(torch.float32))
+        if self._crosses(logits.device):
+            stored = _fetched(stored)
+            keep = None if keep is None else _fetched(keep)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._pending.append(_Pending(location.rows, stored, keep, arrived))
+        else:
+            device = self._table.device
+            keep = None if keep is None else keep.to(device)
+            self._put(location.rows, stored.to(device), keep)
+
+    def _put(self, rows: Tensor, stored: Tensor, keep: Tensor | None) -> None:
+        last = len(self._table) - 1
+        if keep is not None:
+            rows = torch.where(keep, rows, last)
+        rows, order = rows.sort(stable=True)
+        repeated = rows[:-1] == rows[1:]
+        rows[:-1].masked_fill_(repeated, last)
+        self._table.index_copy_(0, rows, stored.index_select(0, order))
+        self._stamps.index_fill_(0, rows, self._epoch_now)
+
+    def _settle(self) -> None:
+        """Write what has arrived from the GPU since; it left in the step before."""
+        for rows, stored, keep, arrived in self._pending:
+            arrived.synchronize()
+            self._put(rows, stored, keep)
+        self._pending.clear()
+
+    def _crosses(self, device: torch.device) -> bool:
+        """Whether rows travel between a GPU and a table in host memory."""
+        return device.type == "cuda" and self._table.device.type == "cpu"
+
+    def _place(self, device: torch.device) -> None:
+        """Bring a table that follows the logits to where they are."""
+        if not self._follows_logits or self._table.device == device:
+            return
+        if self._table.is_meta:
+            self._table = torch.zeros_like(self._table, device=device)
+            self._stamps = torch.full_like(self._stamps, _NEVER, device=device)
+        for name in _TENSORS:
+            setattr(self, name, getattr(self, name).to(device))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._settle()
+        if self._table.is_meta:
+            self._place(torch.device("cpu"))
+        for name, tensor in self._rings().items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Copy both rings, or neither."""
+        self._pending.clear()
+        loaded = {name: state_dict.get(prefix + name) for name in self._rings()}
+        problems = []
+        for name, ring in self._rings().items():
+            new = loaded[name]
+            if new is None:
+                missing_keys.append(prefix + name)
+            elif (new.shape, new.dtype) != (ring.shape, ring.dtype):
+                problems.append(
+                    f"{prefix}{name} is {new.dtype} of shape {tuple(new.shape)}, this memory's "
+                    f"(lag, num_samples, ...) is {ring.dtype} of shape {tuple(ring.shape)}"
+                )
+        error_msgs += problems
+        if problems or None in loaded.values():
+            return
+        if self._table.is_meta:
+            self._place(loaded["table"].device)
+        for name, ring in self._rings().items():
+            ring.copy_(loaded[name])
+
+    def _rings(self) -> dict[str, Tensor]:
+        """The state: all but the last row, seen as (lag, num_samples, ...)."""
+        shape = (self.lag, self.num_samples)
+        return {
+            "table": self._table[:-1].view(*shape, -1),
+            "stamps": self._stamps[:-1].view(shape),
+        }
+
+
+_TENSORS = ("_table", "_stamps", "_slot_start", "_epoch_now", "_epoch_wanted", "_out_of_range")
+
+
+def _fetched(tensor: Tensor) -> Tensor:
+    """A pinned copy in host memory, complete when the current stream gets there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,93 @@
+"""MESA: the trajectory loss against the outputs of the model's own moving average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from saltflat._term import TrajectoryTerm
+from saltflat.teacher import EMATeacher
+
+
+class MESA(TrajectoryTerm):
+    r"""Memory-Efficient Sharpness-Aware training, as a term to add to the loss.
+
+    .. math:: L = L_B(f_\theta) + \lambda L^{tra}_B(f_\theta, f_{v_t}), \quad
+        v_t = \beta v_{t-1} + (1 - \beta) \theta_t \qquad \text{(13), (10), Algorithm 1}
+
+    Needs no index and no memory of samples; costs one forward pass of the teacher, and none before
+    `start_epoch`. In eval mode it returns 0 without running the teacher.
+
+    Args:
+        model: The model to train. A copy of it becomes the teacher; the model is not kept.
+        weight: The paper's lambda: 0.8 on CIFAR, 0.3 on ImageNet.
+        temperature: The paper's tau.
+        decay: The paper's beta: 0.9995 on CIFAR, 0.9998 on ImageNet. `decay_for_half_life` makes
+            one from a number of epochs.
+        start_epoch: The first epoch, counted from 0, in which the loss is added.
+        tau_squared: Whether to multiply by the squared temperature, as the released code does.
+        warmup: Whether the decay starts small, so that the random initialisation does not linger.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> mesa = MESA(model, start_epoch=0)
+        >>> mesa.set_epoch(0)
+        >>> x = torch.ones(1, 2)
+        >>> mesa(model(x), x).item()  # the teacher still is the model
+        0.0
+        >>> mesa.update(model)  # after optimizer.step()
+
+    References:
+        Du et al., Sharpness-Aware Training for Free, NeurIPS 2022.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weight: float = 0.8,
+        temperature: float = 5.0,
+        decay: float = 0.9995,
+        start_epoch: int = 5,
+        tau_squared: bool = True,
+        warmup: bool = True,
+    ) -> None:
+        super().__init__(
+            weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
+        )
+        self.teacher = EMATeacher(model, decay=decay, warmup=warmup)
+
+    def forward(self, logits: Tensor, *inputs: Any, **kwargs: Any) -> Tensor:
+        """Weighted trajectory loss of a batch.
+
+        Args:
+            logits: The model's outputs, of shape (batch, ..., classes).
+            *inputs: What the model was called with, for the teacher.
+            **kwargs: Likewise.
+
+        Returns:
+            A scalar to add to the loss; 0 before `start_epoch`.
+
+        Raises:
+            ValueError: If the teacher's outputs are not of the logits' shape.
+            RuntimeError: If `set_epoch` was never called.
+        """
+        if not self._running() or not self.training:
+            return self._no_loss(logits)
+        reference = self.teacher(*inputs, **kwargs)
+        if not isinstance(reference, Tensor) or reference.shape != logits.shape:
+            got = getattr(reference, "shape", type(reference).__name__)
+            raise ValueError(
+                f"the teacher must return logits of shape {tuple(logits.shape)}, got {got}: "
+                "give MESA a model that returns the tensor of logits itself"
+            )
+        return self._loss(logits, reference, self._finite_rows(logits, reference))
+
+    def update(self, model: nn.Module) -> None:
+        """Average the model into the teacher; call it after every optimizer step."""
+        self.teacher.update(model)

@@ -1,0 +1,167 @@
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from saltflat import MESA, SAF
+from saltflat.codecs import CODECS
+
+SAMPLES, CLASSES, BATCH = 64, 10, 16
+CUDA = torch.device("cuda")
+
+
+def outputs(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (4 * torch.randn(BATCH, CLASSES, generator=generator)).to(CUDA)
+
+
+def epochs(last: int = 5):
+    """Batches with duplicates inside and between them."""
+    for epoch in range(last):
+        generator = torch.Generator().manual_seed(epoch)
+        indices = torch.randint(SAMPLES, (6, BATCH), generator=generator)
+        yield epoch, [(index, 100 * epoch + i) for i, index in enumerate(indices)]
+
+
+def trace(saf: SAF, index_device: str = "cpu") -> list[torch.Tensor]:
+    """Losses and gradients of some epochs."""
+    seen = []
+    for epoch, batches in epochs():
+        saf.set_epoch(epoch)
+        for index, seed in batches:
+            logits = outputs(seed).requires_grad_()
+            loss = saf(logits, index.to(index_device))
+            if epoch >= saf.start_epoch:
+                loss.backward()
+                seen += [loss.detach(), logits.grad]
+    return seen
+
+
+def make(storage: str = "float16", **kwargs) -> SAF:
+    return SAF(SAMPLES, CLASSES, lag=2, start_epoch=2, storage=storage, **kwargs)
+
+
+@pytest.mark.parametrize("storage", CODECS)
+@pytest.mark.parametrize("place", ["host", "file"])
+def test_a_store_in_host_memory_gives_the_same_bits(storage, place, tmp_path):
+    where = {"device": "cpu"} if place == "host" else {"path": tmp_path / "table"}
+    near, far = make(storage), make(storage, **where)
+    for expected, got in zip(trace(near), trace(far), strict=True):
+        assert torch.equal(got, expected)
+    state = far.state_dict()
+    assert state["memory.table"].device.type == "cpu"
+    for name, tensor in near.state_dict().items():
+        assert torch.equal(state[name].cpu(), tensor.cpu()), name
+
+
+@pytest.mark.parametrize("storage", CODECS)
+def test_an_index_on_the_gpu_gives_the_same_bits(storage):
+    for expected, got in zip(trace(make(storage)), trace(make(storage), "cuda"), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+def test_a_step_never_waits_for_the_gpu(index_device):
+    saf = make()
+    trace(saf)
+    saf.set_epoch(6)
+    logits, index = outputs(0).requires_grad_(), torch.arange(BATCH, device=index_device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        saf(logits, index).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logits.grad is not None
+
+
+def test_the_teacher_never_waits_for_the_gpu():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(CUDA)
+    mesa = MESA(model, start_epoch=0)
+    mesa.set_epoch(0)
+    x = torch.randn(8, 4, device=CUDA)
+    mesa(model(x), x)
+    mesa.update(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mesa(model(x), x).backward()
+        mesa.update(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert mesa.teacher.updates == 2
+
+
+def test_an_index_out_of_range_on_the_gpu_is_masked_and_reported():
+    saf = make()
+    saf.set_epoch(0)
+    saf(outputs(0), torch.arange(BATCH, device=CUDA) + SAMPLES - BATCH + 1)
+    assert (saf.state_dict()["memory.stamps"] >= 0).sum() == BATCH - 1
+    with pytest.raises(ValueError, match=r"1 indices since the last set_epoch were outside 0..63"):
+        saf.set_epoch(1)
+
+
+def test_a_captured_step_follows_the_epochs():
+    captured, eager = make(), make()
+    logits = torch.zeros(BATCH, CLASSES, device=CUDA, requires_grad=True)
+    labels = torch.arange(BATCH, device=CUDA) % CLASSES
+    index = torch.zeros(BATCH, dtype=torch.int64, device=CUDA)
+
+    def step() -> torch.Tensor:
+        logits.grad = None
+        loss = cross_entropy(logits, labels) + captured(logits, index)
+        loss.backward()
+        return loss
+
+    graph = None
+    for epoch, batches in epochs(8):
+        captured.set_epoch(epoch), eager.set_epoch(epoch)
+        for batch_index, seed in batches:
+            twin = outputs(seed).requires_grad_()
+            expected = cross_entropy(twin, labels) + eager(twin, batch_index)
+            expected.backward()
+            with torch.no_grad():
+                logits.copy_(twin)
+            index.copy_(batch_index)
+            if epoch < captured.start_epoch:
+                loss = step()
+            else:
+                if graph is None:
+                    saved = {k: v.clone() for k, v in captured.state_dict().items()}
+                    side = torch.cuda.Stream()
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        step()
+                    torch.cuda.current_stream().wait_stream(side)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        loss = step()
+                    captured.load_state_dict(saved)
+                graph.replay()
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(logits.grad, twin.grad)
+    assert graph is not None
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(captured.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("storage", CODECS)
+def test_inductor_gives_the_same_loss(storage):
+    torch._dynamo.reset()
+    plain, compiled = make(storage), make(storage)
+    compiled_call = torch.compile(compiled, fullgraph=True)
+    for epoch, batches in epochs():
+        plain.set_epoch(epoch), compiled.set_epoch(epoch)
+        for index, seed in batches:
+            logits, twin = outputs(seed).requires_grad_(), outputs(seed).requires_grad_()
+            loss, expected = compiled_call(logits, index.to(CUDA)), plain(twin, index)
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+            if epoch >= plain.start_epoch:
+                (loss + expected).backward()
+                torch.testing.assert_close(logits.grad, twin.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("storage", CODECS)
+def test_takes_the_bytes_it_says_on_the_gpu(storage):
+    before = torch.cuda.memory_allocated()
+    saf = SAF(100_000, 100, storage=storage, device="cuda")
+    taken = torch.cuda.memory_allocated() - before
+    assert 0 <= taken - SAF.estimate_bytes(100_000, 100, storage=storage) < 8192
+    assert saf.memory.nbytes == SAF.estimate_bytes(100_000, 100, storage=storage)
