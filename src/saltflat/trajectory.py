@@ -70,8 +70,9 @@ def trajectory_loss(
             f"{tuple(logits.shape)} and {tuple(reference.shape)}"
         )
     rows = logits.shape[:-1]
-    count: Tensor | int = max(rows.numel(), 1)
-    if valid is not None:
+    if valid is None:
+        count = torch.full((), max(rows.numel(), 1), device=logits.device)
+    else:
         if valid.dtype != torch.bool or valid.shape != rows[: valid.dim()]:
             raise ValueError(
                 f"valid must be boolean over the leading dimensions of {tuple(rows)}, got "
@@ -80,16 +81,17 @@ def trajectory_loss(
         valid = valid.reshape(valid.shape + (1,) * (len(rows) - valid.dim())).expand(rows)
         count = valid.sum().clamp(min=1)
     log_p = _log_softmax(reference.detach(), temperature)
-    loss: Tensor = _TemperedKL.apply(logits, log_p, valid, count, temperature)[0]
-    return loss * temperature**2 if tau_squared else loss
+    scale = temperature**2 if tau_squared else 1.0
+    loss: Tensor = _TemperedKL.apply(logits, log_p, valid, count, temperature, scale)[0]
+    return loss
 
 
 class _TemperedKL(torch.autograd.Function):
-    """Mean of KL(p || q) over the valid rows, with q = softmax(logits / T).
+    """Mean of scale * KL(p || q) over the valid rows, with q = softmax(logits / T).
 
-    Written with its own gradient, (q - p) / (T n): the two sides come from the same operations and
-    cancel exactly where the outputs agree, which they do not on the way back through log_softmax,
-    and it is a third of the kernels. q is an output only so that second derivatives find it.
+    Written with its own gradient, scale (q - p) / (T n): the two sides come from the same
+    operations and cancel exactly where the outputs agree, which they do not on the way back
+    through log_softmax. q is an output only so that second derivatives find it.
     """
 
     @staticmethod
@@ -97,24 +99,25 @@ class _TemperedKL(torch.autograd.Function):
         logits: Tensor,
         log_p: Tensor,
         valid: Tensor | None,
-        count: Tensor | int,
+        count: Tensor,
         temperature: float,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_q = _log_softmax(logits, temperature)
         p = log_p.exp()
         rows = (p * (log_p - log_q)).sum(-1)
         if valid is not None:
             rows = torch.where(valid, rows, 0.0)
-        return rows.sum() / count, log_q.exp(), p
+        return rows.sum() * scale / count, log_q.exp(), p
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, _, valid, count, temperature = inputs
+        logits, _, valid, count, temperature, scale = inputs
         _, q, p = output
         ctx.mark_non_differentiable(p)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, p, valid, count if isinstance(count, Tensor) else None)
-        ctx.count, ctx.temperature, ctx.dtype = count, temperature, logits.dtype
+        ctx.save_for_backward(q, p, valid, count)
+        ctx.temperature, ctx.scale, ctx.dtype = temperature, scale, logits.dtype
 
     @staticmethod
     def backward(
@@ -126,11 +129,11 @@ class _TemperedKL(torch.autograd.Function):
             pull = q - p
             if valid is not None:
                 pull = torch.where(valid[..., None], pull, 0.0)
-            pull = pull * (grad / ((ctx.count if count is None else count) * ctx.temperature))
+            pull = pull * (grad * (ctx.scale / ctx.temperature) / count)
         if grad_q is not None:  # dq/dlogits, asked for by second derivatives alone
             through_q = q * (grad_q - (grad_q * q).sum(-1, keepdim=True)) / ctx.temperature
             pull = through_q if pull is None else pull + through_q
-        return (None if pull is None else pull.to(ctx.dtype)), None, None, None, None
+        return (None if pull is None else pull.to(ctx.dtype)), None, None, None, None, None
 
 
 def _log_softmax(outputs: Tensor, temperature: float) -> Tensor:

@@ -1,3 +1,6 @@
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -36,6 +39,18 @@ def trace(saf: SAF, index_device: str = "cpu") -> list[torch.Tensor]:
     return seen
 
 
+@contextmanager
+def no_waiting():
+    """Whatever waits for the GPU in here raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def make(storage: str = "float16", **kwargs) -> SAF:
     return SAF(SAMPLES, CLASSES, lag=2, start_epoch=2, storage=storage, **kwargs)
 
@@ -65,11 +80,8 @@ def test_a_step_never_waits_for_the_gpu(index_device):
     trace(saf)
     saf.set_epoch(6)
     logits, index = outputs(0).requires_grad_(), torch.arange(BATCH, device=index_device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         saf(logits, index).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert logits.grad is not None
 
 
@@ -80,12 +92,9 @@ def test_the_teacher_never_waits_for_the_gpu():
     x = torch.randn(8, 4, device=CUDA)
     mesa(model(x), x)
     mesa.update(model)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mesa(model(x), x).backward()
         mesa.update(model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert mesa.teacher.updates == 2
 
 

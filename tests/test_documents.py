@@ -1,0 +1,60 @@
+"""The README's code and the example do what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from problems import CLASSES, SAMPLES, dataset, network
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import saltflat
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["SAF", "MESA"])
+def test_the_readmes_loops_run_as_they_stand(block):
+    model = network()
+    names = {
+        "model": model,
+        "train_set": dataset(),
+        "loader": DataLoader(dataset(), 8),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "epochs": 7,
+        "DataLoader": DataLoader,
+        "cross_entropy": cross_entropy,
+    }
+    exec(block.replace("num_classes=100", f"num_classes={CLASSES}"), names)
+    term = names.get("saf") or names["mesa"]
+    assert term.epoch == 6
+    assert names["loss"] > cross_entropy(names["logits"], names["y"])
+    if "saf" in names:
+        assert term.memory.num_samples == SAMPLES
+
+
+def test_the_demo_prints_accuracies():
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "digits.py"),
+        "--epochs",
+        "7",
+        "--seeds",
+        "1",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    found = re.findall(r"^(SGD|SAF): test accuracy ([\d.]+) %", result.stdout, re.MULTILINE)
+    assert [name for name, _ in found] == ["SGD", "SAF"], result.stderr
+    assert all(float(accuracy) > 60 for _, accuracy in found)
+
+
+def test_the_citation_is_well_formed_and_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == saltflat.__version__
+    assert citation["preferred-citation"]["title"] == "Sharpness-Aware Training for Free"
+    assert len(citation["preferred-citation"]["authors"]) == 5
