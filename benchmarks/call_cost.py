@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,28 +27,46 @@ from saltflat import SAF
 from saltflat.codecs import CODECS
 
 CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda") if CUDA else CPU
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From logits, labels and index, the last as a loader gives it, to a loss."""
 
 
-def contenders(samples: int, classes: int, folder: Path) -> dict[str, Call]:
-    """The cross-entropy, and SAF in every storage and place, all in an epoch with references."""
-    calls: dict[str, Call] = {"cross-entropy": lambda z, y, _: cross_entropy(z, y)}
-    places: dict[str, dict[str, Any]] = {"with the logits": {}}
+class Contender:
+    """A loss over an endless row of epochs, each sample once an epoch."""
+
+    def __init__(self, loss: Call, order: Tensor, batch: int, saf: SAF | None = None) -> None:
+        self.loss, self.saf = loss, saf
+        self.batches = [b for b in order.split(batch) if len(b) == batch]
+        self.taken = 0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> None:
+        epoch, step = divmod(self.taken, len(self.batches))
+        if self.saf is not None and step == 0:
+            self.saf.set_epoch(epoch)
+        logits.grad = None
+        self.loss(logits, labels, self.batches[step]).backward()
+        self.taken += 1
+
+
+def contenders(samples: int, classes: int, batch: int, folder: Path) -> dict[str, Contender]:
+    """The cross-entropy, and SAF in every storage and place."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+    kinds: list[tuple[str, dict[str, Any], torch.device]] = [
+        (f"{storage}, with the logits", {"storage": storage}, CPU) for storage in CODECS
+    ]
     if CUDA:
-        places |= {"host memory": {"device": "cpu"}, "file": {"path": folder / "table"}}
-    for place, where in places.items():
-        for storage in CODECS if place == "with the logits" else ["float16"]:
-            saf = SAF(samples, classes, lag=1, start_epoch=1, storage=storage, **where)
-            saf.set_epoch(0)
-            for index in torch.arange(samples).split(8192):
-                saf(torch.randn(len(index), classes, device=DEVICE), index)
-            saf.set_epoch(1)
-            calls[f"SAF, {storage}, {place}"] = call_of(saf, torch.device("cpu"))
-            if CUDA and place == "with the logits":
-                calls[f"SAF, {storage}, {place}, index on the GPU"] = call_of(saf, DEVICE)
-    return calls
+        kinds += [
+            ("float16, with the logits, index on the GPU", {}, DEVICE),
+            ("float16, host memory", {"device": "cpu"}, CPU),
+            ("float16, file", {"path": folder / "table"}, CPU),
+        ]
+    found = {"cross-entropy": Contender(lambda z, y, _: cross_entropy(z, y), order, batch)}
+    for name, where, index_device in kinds:
+        saf = SAF(samples, classes, lag=1, start_epoch=0, **where)
+        found[f"SAF, {name}"] = Contender(call_of(saf, index_device), order, batch, saf)
+    return found
 
 
 def call_of(saf: SAF, index_device: torch.device) -> Call:
@@ -73,32 +92,25 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(batch, classes, generator=generator).to(DEVICE).requires_grad_()
     labels = torch.randint(classes, (batch,), generator=generator).to(DEVICE)
-    with tempfile.TemporaryDirectory() as folder:
-        calls = contenders(samples, classes, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the first epoch has no references
+        calls = contenders(samples, classes, batch, Path(folder))
+        for call in calls.values():  # an epoch to fill the memory and warm up
+            for _ in call.batches:
+                call(logits, labels)
         times: dict[str, list[float]] = {name: [] for name in calls}
-        counts: dict[str, int] = {}
-
-        # Without repetition, as an epoch goes: a row read twice would have no reference.
-        order = torch.randperm(samples, generator=generator)
-        taken = dict.fromkeys(calls, 0)
-
-        def run(name: str, times: int) -> None:
-            for _ in range(times):
-                start = taken[name]
-                taken[name] = start + batch if start + 2 * batch <= samples else 0
-                logits.grad = None
-                calls[name](logits, labels, order[start : start + batch]).backward()
-
-        for round_number in range(rounds + 1):
-            for name in calls:
+        for _ in range(rounds):
+            for name, call in calls.items():
                 wait()
                 begin = time.perf_counter()
-                run(name, repeats)
+                for _ in range(repeats):
+                    call(logits, labels)
                 wait()
-                if round_number:  # the first round warms up
-                    times[name].append((time.perf_counter() - begin) / repeats)
-        for name in calls:
-            counts[name] = launches(partial(run, name, 1)) if CUDA else 0
+                times[name].append((time.perf_counter() - begin) / repeats)
+        counts = {
+            name: launches(partial(call, logits, labels)) if CUDA else 0
+            for name, call in calls.items()
+        }
     base = torch.tensor(times["cross-entropy"]).median()
     rows = []
     for name, seconds in times.items():

@@ -29,6 +29,16 @@ def hardware() -> str:
     return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} threads"
 
 
+def command() -> str:
+    """How to run this again, from the repository's root, with data lying there."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    names = [Path(a).name if Path(a).is_absolute() else a for a in arguments]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *names])
+
+
 def context() -> dict[str, str]:
     """What a reader needs to run it again."""
     return {
@@ -36,7 +46,7 @@ def context() -> dict[str, str]:
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"CUDA {torch.version.cuda if torch.cuda.is_available() else 'not used'}, "
         f"saltflat {saltflat.__version__}",
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "date": datetime.date.today().isoformat(),
     }
 

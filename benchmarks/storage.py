@@ -2,8 +2,8 @@
 
 Bytes are what is allocated. Fidelity is measured in a real training run: the trajectory loss's
 gradient with references as stored, against the gradient with the float32 references, as the cosine
-between the two, by the logits (all of an epoch's, as one vector) and by the network's parameters
-(the least of the batches measured).
+between the two, by the logits (of an epoch's first 50 batches, as one vector) and by the network's
+parameters (the least of those batches).
 
     python benchmarks/storage.py                          # scikit-learn's digits
     python benchmarks/storage.py --data cifar100.npz      # x_train: (n, h, w, 3) uint8, y_train

@@ -71,13 +71,11 @@ def train(seed: int, epochs: int, use_saf: bool) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    print(f"digits, {TRAIN} training images, {FLIPPED:.0%} of labels flipped, {args.epochs} epochs")
+    print(f"digits: {TRAIN} training images, {FLIPPED:.0%} of labels flipped, {args.epochs} epochs")
     for name, use_saf in {"SGD": False, "SAF": True}.items():
         scores = torch.tensor([train(seed, args.epochs, use_saf) for seed in range(args.seeds)])
         listed = ", ".join(f"{score:.1f}" for score in scores)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from saltflat import MESA, SAF, with_index
+from saltflat import MESA, SAF, sam, with_index
+from saltflat.sam._wrapper import SharpnessAware
 
 SAMPLES, FEATURES, CLASSES = 24, 6, 4
+
+recomputing_backend = aot_autograd(
+    fw_compiler=nop,
+    bw_compiler=nop,
+    decompositions=select_decomp_table,
+    partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+)
+"""What torch.compile does by default, short of making C++ or Triton of it: the backward pass
+computes again what is cheaper to compute than to keep."""
 
 
 def dataset(seed: int = 0) -> TensorDataset:
@@ -36,13 +51,41 @@ def batches(epoch: int, batch_size: int = 8) -> Iterator[tuple[Tensor, Tensor, T
     return iter(DataLoader(with_index(dataset()), batch_size, shuffle=True, generator=generator))
 
 
+@dataclass(frozen=True)
+class Method:
+    """How a trajectory term is made for the small problem, and its lines in a loop."""
+
+    make: Callable[..., Any]
+    loss: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+    after_step: Callable[[Any, nn.Module], None] = lambda term, model: None
+
+
+def _saf(model: nn.Module, **kwargs: Any) -> SAF:
+    return SAF(SAMPLES, CLASSES, **{"lag": 2, "start_epoch": 2, **kwargs})
+
+
+def _mesa(model: nn.Module, **kwargs: Any) -> MESA:
+    return MESA(model, **{"start_epoch": 2, "decay": 0.9, **kwargs})
+
+
+METHODS = {
+    "saf": Method(_saf, lambda saf, logits, index, x: saf(logits, index)),
+    "mesa": Method(
+        _mesa,
+        lambda mesa, logits, index, x: mesa(logits, x),
+        after_step=lambda mesa, model: mesa.update(model),
+    ),
+}
+
+
 class Run:
     """A training run by hand: model, optimizer, and perhaps SAF or MESA."""
 
-    def __init__(self, make_term: Callable[[nn.Module], SAF | MESA] | None = None) -> None:
+    def __init__(self, method: Method | None = None, **kwargs: Any) -> None:
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.term = make_term(self.model) if make_term else None
+        self.method = method
+        self.term = method.make(self.model, **kwargs) if method else None
         self.losses: list[Tensor] = []
 
     def epoch(self, epoch: int, skip: int = 0, stop: int | None = None) -> None:
@@ -52,15 +95,13 @@ class Run:
         for index, x, y in list(batches(epoch))[skip:stop]:
             logits = self.model(x)
             loss = cross_entropy(logits, y)
-            if isinstance(self.term, SAF):
-                loss = loss + self.term(logits, index)
-            if isinstance(self.term, MESA):
-                loss = loss + self.term(logits, x)
+            if self.method is not None:
+                loss = loss + self.method.loss(self.term, logits, index, x)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            if isinstance(self.term, MESA):
-                self.term.update(self.model)
+            if self.method is not None:
+                self.method.after_step(self.term, self.model)
             self.losses.append(loss.detach())
 
     def state(self) -> dict[str, Any]:
@@ -76,15 +117,44 @@ class Run:
             self.term.load_state_dict(state["term"])
 
 
-def saf(model: nn.Module, **kwargs: Any) -> SAF:
-    """SAF for the small problem, starting early."""
-    settings = {"lag": 2, "start_epoch": 2, **kwargs}
-    return SAF(SAMPLES, CLASSES, **settings)
+@dataclass(frozen=True)
+class Wrapper:
+    """How one of the SAM family is made, and what a step of it costs."""
+
+    make: Callable[..., SharpnessAware]
+    forwards: float
+    """Rows that go forward in a step on average, as a multiple of the batch."""
+    backwards: float
+    """Likewise backward."""
+    per_row: bool = False
+    """Whether the closure takes rows and returns the loss of each, as ESAM's does."""
+
+    def closure(
+        self, optimizer: SharpnessAware, model: nn.Module, x: Tensor, y: Tensor
+    ) -> Callable[..., Tensor]:
+        """The closure of an ordinary training step."""
+
+        def per_row(rows: Tensor | None) -> Tensor:
+            if rows is None:
+                return cross_entropy(model(x), y, reduction="none")
+            return cross_entropy(model(x[rows]), y[rows], reduction="none")
+
+        def mean() -> Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return per_row if self.per_row else mean
 
 
-def mesa(model: nn.Module, **kwargs: Any) -> MESA:
-    """MESA for the small problem, starting early."""
-    return MESA(model, **{"start_epoch": 2, "decay": 0.9, **kwargs})
-
-
-TERMS: dict[str, Callable[..., SAF | MESA]] = {"saf": saf, "mesa": mesa}
+WRAPPERS = {
+    "sam": Wrapper(sam.SAM, 2, 2),
+    "sam, every other step": Wrapper(partial(sam.SAM, interval=2), 1.5, 1.5),
+    "asam": Wrapper(sam.ASAM, 2, 2),
+    "gsam": Wrapper(sam.GSAM, 2, 2),
+    "esam": Wrapper(sam.ESAM, 2.5, 1.5, per_row=True),
+    "looksam": Wrapper(sam.LookSAM, 1.2, 1.2),
+    "msam": Wrapper(sam.MSAM, 1, 1),
+    "msam, adaptive": Wrapper(partial(sam.MSAM, adaptive=True), 1, 1),
+}

@@ -117,3 +117,116 @@ class RingModel:
         for i, row in zip(index, rows, strict=True):
             self.cells[epoch % self.lag, i] = (epoch, row)
         return [cell[1] if cell and cell[0] == epoch - self.lag else None for cell in found]
+
+
+# The SAM family, on a linear classifier with a bias, under SGD with momentum and weight decay.
+
+Weights = dict[str, Array]
+
+
+def linear_gradient(weights: Weights, x: Array, y: NDArray[np.int64]) -> tuple[Array, Weights]:
+    """The loss of each row, and the gradient of their mean."""
+    losses, pulls = np.zeros(len(x)), np.zeros((len(x), weights["bias"].size))
+    for i, (z, label) in enumerate(zip(x @ weights["matrix"] + weights["bias"], y, strict=True)):
+        q = softmax(z)
+        losses[i] = -np.log(q[label])
+        pulls[i] = (q - np.eye(len(z))[label]) / len(x)
+    return losses, {"matrix": x.T @ pulls, "bias": pulls.sum(0)}
+
+
+def inner_product(a: Weights, b: Weights) -> float:
+    return float(sum((a[k] * b[k]).sum() for k in a))
+
+
+def length(a: Weights) -> float:
+    return float(np.sqrt(inner_product(a, a)))
+
+
+def plus(a: Weights, b: Weights, scale: float = 1.0) -> Weights:
+    return {k: a[k] + scale * b[k] for k in a}
+
+
+class MomentumSGD:
+    """v = mu v + (g + wd w); w = w - lr v."""
+
+    def __init__(self, weights: Weights, momentum: float, weight_decay: float) -> None:
+        self.weights = {k: w.copy() for k, w in weights.items()}
+        self.velocity: Weights | None = None
+        self.momentum, self.weight_decay = momentum, weight_decay
+
+    def step(self, gradient: Weights, lr: float) -> None:
+        decayed = plus(gradient, self.weights, self.weight_decay)
+        if self.velocity is None:
+            self.velocity = decayed
+        else:
+            self.velocity = plus(decayed, self.velocity, self.momentum)
+        self.weights = plus(self.weights, self.velocity, -lr)
+
+
+def ascent(gradient: Weights, rho: float) -> Weights:
+    """rho g / (|g| + 1e-12)."""
+    return {k: rho * g / (length(gradient) + 1e-12) for k, g in gradient.items()}
+
+
+def adaptive_ascent(weights: Weights, gradient: Weights, rho: float, eta: float) -> Weights:
+    """rho T^2 g / |T g| with T = |w| + eta on the matrix and 1 on the bias."""
+    t = {"matrix": np.abs(weights["matrix"]) + eta, "bias": np.ones_like(weights["bias"])}
+    scaled = {k: t[k] * gradient[k] for k in gradient}
+    return {k: rho * t[k] * scaled[k] / (length(scaled) + 1e-12) for k in gradient}
+
+
+def sam_family_step(
+    name: str,
+    sgd: MomentumSGD,
+    x: Array,
+    y: NDArray[np.int64],
+    *,
+    lr: float,
+    step: int,
+    memory: dict[str, Weights],
+    rho: float,
+    joining: set[str] | None = None,
+    **settings: float,
+) -> None:
+    """One step of a method, as its paper has it; `memory` is what it keeps between steps."""
+    w = sgd.weights
+
+    def at(offset: Weights, rows: Array | slice = slice(None)) -> tuple[Array, Weights]:
+        return linear_gradient(plus(w, offset), x[rows], y[rows])
+
+    losses, g = linear_gradient(w, x, y)
+    if name == "sam":
+        final = at(ascent(g, rho))[1]
+    elif name == "asam":
+        final = at(adaptive_ascent(w, g, rho, settings["eta"]))[1]
+    elif name == "gsam":
+        share = (lr - settings["lr_min"]) / (settings["lr_max"] - settings["lr_min"])
+        rho_t = settings["rho_min"] + (rho - settings["rho_min"]) * min(max(share, 0), 1)
+        g_adv = at(ascent(g, rho_t))[1]
+        g_parallel = {k: inner_product(g, g_adv) / length(g_adv) ** 2 * v for k, v in g_adv.items()}
+        final = plus(g_adv, plus(g, g_parallel, -1), -settings["alpha"])
+    elif name == "esam":
+        assert joining is not None
+        part = {k: v if k in joining else 0 * v for k, v in g.items()}
+        offset = {k: v / settings["beta"] for k, v in ascent(part, rho).items()}
+        rise = at(offset)[0] - losses
+        count = int(np.ceil(settings["gamma"] * len(x)))
+        rows = np.sort(np.argsort(-rise, kind="stable")[:count])
+        final = at(offset, rows)[1]
+    elif name == "looksam":
+        if step % settings["interval"] == 0:
+            final = at(ascent(g, rho))[1]
+            memory["g_v"] = plus(final, g, -inner_product(final, g) / length(g) ** 2)
+        else:
+            g_v = memory["g_v"]
+            final = plus(g, g_v, settings["alpha"] * length(g) / length(g_v))
+    elif name == "msam":
+        if sgd.velocity is None:
+            final = g
+        elif settings["adaptive"]:
+            final = at(adaptive_ascent(w, sgd.velocity, rho, settings["eta"]))[1]
+        else:
+            final = at(ascent(sgd.velocity, rho))[1]
+    else:
+        raise ValueError(name)
+    sgd.step(final, lr)

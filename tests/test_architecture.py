@@ -15,34 +15,52 @@ ARROWS = {
     "indexed": set(),
     "teacher": set(),
     "_mapped": set(),
-    "_term": {"trajectory"},
-    "memory": {"codecs", "_mapped"},
-    "saf": {"_term", "memory", "codecs"},
+    "_clock": set(),
+    "_perturb": set(),
+    "_batchnorm": set(),
+    "_term": {"_clock", "trajectory"},
+    "memory": {"_clock", "_mapped", "codecs"},
+    "saf": {"_term", "memory"},
     "mesa": {"_term", "teacher"},
-    "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed"},
+    "sam": {"_perturb", "_batchnorm"},
+    "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sam"},
 }
+"""From each module, or package, to those it may import beside itself."""
+
 THIRD_PARTIES = {"torch", "numpy"}
 
 
 def imports(path):
+    """Every module that a file imports, by its full name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written in full"
-            yield node.module
+            if node.module == "saltflat":
+                yield from (f"saltflat.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def unit(path):
+    """The module or package of the design that a file belongs to."""
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
 def test_every_module_imports_only_what_it_may():
-    modules = {path.stem: path for path in SOURCE.glob("*.py")}
-    assert modules.keys() == ARROWS.keys()
-    for name, path in modules.items():
+    files = list(SOURCE.rglob("*.py"))
+    assert {unit(path) for path in files} == ARROWS.keys()
+    for path in files:
         for imported in imports(path):
             package, _, rest = imported.partition(".")
             if package == "saltflat":
-                assert rest.partition(".")[0] in ARROWS[name], f"{name} -> {imported}"
+                target = rest.partition(".")[0]
+                allowed = ARROWS[unit(path)] | {unit(path)}
+                assert target in allowed, f"{path.name} -> {imported}"
             else:
-                assert package in sys.stdlib_module_names | THIRD_PARTIES, f"{name} -> {imported}"
+                known = sys.stdlib_module_names | THIRD_PARTIES
+                assert package in known, f"{path.name} -> {imported}"
 
 
 def test_importing_saltflat_loads_torch_and_numpy_only():
@@ -56,5 +74,6 @@ def test_importing_saltflat_loads_torch_and_numpy_only():
 
 
 def test_every_public_name_is_there_and_documented():
-    for name in saltflat.__all__:
-        assert getattr(saltflat, name).__doc__
+    for module in (saltflat, saltflat.sam):
+        for name in module.__all__:
+            assert getattr(module, name).__doc__

@@ -1,13 +1,27 @@
-"""What SAF and MESA both promise, whatever their reference is."""
+"""What every method promises: first SAF and MESA, then the SAM family."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-from problems import TERMS, Run, batches, network, saf
+from problems import (
+    CLASSES,
+    FEATURES,
+    METHODS,
+    WRAPPERS,
+    Run,
+    batches,
+    dataset,
+    network,
+    recomputing_backend,
+)
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-every_term = pytest.mark.parametrize("make", TERMS.values(), ids=TERMS)
+from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM
+
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def assert_same_run(one, other):
@@ -16,9 +30,9 @@ def assert_same_run(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
-@every_term
-def test_training_is_bit_identical_to_plain_training_before_the_start(make):
-    plain, ours = Run(), Run(lambda model: make(model, start_epoch=4))
+@every_method
+def test_training_is_bit_identical_to_plain_training_before_the_start(method):
+    plain, ours = Run(), Run(method, start_epoch=4)
     for epoch in range(4):
         plain.epoch(epoch)
         ours.epoch(epoch)
@@ -28,20 +42,20 @@ def test_training_is_bit_identical_to_plain_training_before_the_start(make):
     assert not torch.equal(plain.model[0].weight, ours.model[0].weight)
 
 
-@every_term
-def test_weight_0_equals_cross_entropy_alone(make):
-    plain, ours = Run(), Run(lambda model: make(model, weight=0.0))
+@every_method
+def test_weight_0_equals_cross_entropy_alone(method):
+    plain, ours = Run(), Run(method, weight=0.0)
     for epoch in range(5):
         plain.epoch(epoch)
         ours.epoch(epoch)
     assert_same_run(plain, ours)
 
 
-@every_term
+@every_method
 @pytest.mark.parametrize("stop", [(1, 1), (3, 2), (5, 0)])
-def test_resume_in_the_middle_of_an_epoch_is_bit_exact(make, stop, tmp_path):
+def test_resume_in_the_middle_of_an_epoch_is_bit_exact(method, stop, tmp_path):
     last_epoch, batch = stop
-    straight, first, second = Run(make), Run(make), Run(make)
+    straight, first, second = Run(method), Run(method), Run(method)
     for epoch in range(7):
         straight.epoch(epoch)
     for epoch in range(last_epoch):
@@ -61,34 +75,34 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(make, stop, tmp_path):
         assert torch.equal(tensor, second.term.state_dict()[name]), name
 
 
-@every_term
-def test_state_is_tensors_by_name_alone(make):
-    run = Run(make)
+@every_method
+def test_state_is_tensors_by_name_alone(method):
+    run = Run(method)
     run.epoch(0)
     assert all(isinstance(value, torch.Tensor) for value in run.term.state_dict().values())
 
 
-@every_term
-def test_after_loading_forward_needs_no_set_epoch(make):
-    run = Run(make)
+@every_method
+def test_after_loading_forward_needs_no_set_epoch(method):
+    run = Run(method)
     run.epoch(3)
-    term = make(run.model)
+    term = method.make(run.model)
     term.load_state_dict(run.term.state_dict())
     index, x, _ = next(batches(3))
     logits = run.model(x)
-    assert term(logits, index if make is saf else x).isfinite()
+    assert method.loss(term, logits, index, x).isfinite()
     with pytest.raises(ValueError, match="epoch 2 comes after epoch 3"):
         term.set_epoch(2)
 
 
-@every_term
+@every_method
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_grad_scaler(make, dtype, device):
+def test_autocast_and_grad_scaler(method, dtype, device):
     """The scaled half-precision run stays close to the float32 one, with no row left out."""
     runs = {}
     for half in (False, True):
         model = network().to(device)
-        term, optimizer = make(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        term, optimizer = method.make(model), torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler(device.type, enabled=half and dtype == torch.float16)
         terms = []
         for epoch in range(5):
@@ -97,7 +111,7 @@ def test_autocast_and_grad_scaler(make, dtype, device):
                 x, y = x.to(device), y.to(device)
                 with torch.autocast(device.type, dtype, enabled=half):
                     logits = model(x)
-                    extra = term(logits, index if make is saf else x)
+                    extra = method.loss(term, logits, index, x)
                     loss = cross_entropy(logits, y) + extra
                 assert logits.dtype == (dtype if half else torch.float32)
                 assert extra.dtype == torch.float32
@@ -105,8 +119,7 @@ def test_autocast_and_grad_scaler(make, dtype, device):
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-                if make is not saf:
-                    term.update(model)
+                method.after_step(term, model)
                 terms.append(extra.item())
         assert term.nonfinite_rows == 0
         runs[half] = torch.tensor(terms)
@@ -114,24 +127,24 @@ def test_autocast_and_grad_scaler(make, dtype, device):
     torch.testing.assert_close(runs[True], runs[False], rtol=0.1, atol=0.02)
 
 
-@every_term
-def test_forward_before_set_epoch(make):
+@every_method
+def test_forward_before_set_epoch(method):
     model = network()
     index, x, _ = next(batches(0))
     with pytest.raises(RuntimeError, match=r"call set_epoch\(epoch\)"):
-        make(model)(model(x), index if make is saf else x)
+        method.loss(method.make(model), model(x), index, x)
 
 
-@every_term
-@pytest.mark.parametrize("epoch", [-1, 1.5, True, "3", None])
-def test_bad_epoch(make, epoch):
+@every_method
+@pytest.mark.parametrize("epoch", [-1, 1.5, True, "3", None, 2**31])
+def test_bad_epoch(method, epoch):
     with pytest.raises(ValueError, match="epoch must be a whole number from 0"):
-        make(network()).set_epoch(epoch)
+        method.make(network()).set_epoch(epoch)
 
 
-@every_term
-def test_an_epoch_that_goes_backwards_changes_nothing(make):
-    run = Run(make)
+@every_method
+def test_an_epoch_that_goes_backwards_changes_nothing(method):
+    run = Run(method)
     run.epoch(3)
     before = copy.deepcopy(run.term.state_dict())
     with pytest.raises(ValueError, match="epoch 1 comes after epoch 3"):
@@ -141,7 +154,7 @@ def test_an_epoch_that_goes_backwards_changes_nothing(make):
     run.epoch(3)
 
 
-@every_term
+@every_method
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -149,9 +162,527 @@ def test_an_epoch_that_goes_backwards_changes_nothing(make):
         ({"weight": float("nan")}, "weight must be 0 or more"),
         ({"temperature": 0}, "temperature must be positive"),
         ({"temperature": float("inf")}, "temperature must be positive"),
-        ({"start_epoch": -1}, "start_epoch counts from 0"),
+        ({"start_epoch": -1}, "start_epoch must be a whole number from 0"),
+        ({"start_epoch": 5.5}, "start_epoch must be a whole number from 0"),
     ],
 )
-def test_bad_settings(make, kwargs, message):
+def test_bad_settings(method, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        make(network(), **kwargs)
+        method.make(network(), **kwargs)
+
+
+@every_method
+def test_whole_numbers_of_any_kind(method):
+    term = method.make(network())
+    term.set_epoch(np.int64(3))
+    assert term.epoch == 3
+
+
+@every_method
+def test_loading_a_state_of_another_size_changes_nothing(method):
+    run, other = Run(method), Run(method)
+    run.epoch(0)
+    other.epoch(0)
+    other.epoch(1)
+    state = other.term.state_dict()
+    name = list(state)[-1]
+    state[name] = torch.cat([state[name].reshape(-1), state[name].reshape(-1)])
+    before = copy.deepcopy(run.term.state_dict())
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"belongs to a .* with other settings"):
+            run.term.load_state_dict(state, strict=strict)
+        for key, tensor in run.term.state_dict().items():
+            assert torch.equal(tensor, before[key]), key
+
+
+@every_method
+def test_logits_that_are_not_numbers_for_a_softmax(method):
+    model = network()
+    term = method.make(model)
+    term.set_epoch(0)
+    index, x, _ = next(batches(0))
+    with pytest.raises(ValueError, match=r"logits must be floating-point numbers, got torch.int64"):
+        method.loss(term, torch.zeros(8, 4, dtype=int), index, x)
+
+
+@every_method
+def test_compiled_training_equals_eager_training(method):
+    """With the partitioner that decides what the backward pass computes again."""
+    eager, compiled = Run(method), Run(method)
+
+    def forward(index, x, y):
+        logits = compiled.model(x)
+        return cross_entropy(logits, y) + method.loss(compiled.term, logits, index, x)
+
+    torch._dynamo.reset()
+    step = torch.compile(forward, backend=recomputing_backend, fullgraph=True)
+    for epoch in range(5):
+        eager.epoch(epoch)
+        compiled.term.set_epoch(epoch)
+        for index, x, y in batches(epoch):
+            loss = step(index, x, y)
+            compiled.optimizer.zero_grad()
+            loss.backward()
+            compiled.optimizer.step()
+            method.after_step(compiled.term, compiled.model)
+            compiled.losses.append(loss.detach())
+    torch.testing.assert_close(compiled.losses, eager.losses)
+    for mine, other in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+# The SAM family.
+
+every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+
+
+def wrapped(wrapper, model, lr=0.1, base=torch.optim.SGD, **kwargs):
+    settings = {"momentum": 0.9} if base is torch.optim.SGD else {}
+    optimizer = base(model.parameters(), lr=lr, **settings)
+    return wrapper.make(optimizer, **{"model": model, **kwargs})
+
+
+def step(wrapper, optimizer, model, seed=0, rows=8):
+    x, y = dataset(seed).tensors
+    return optimizer.step(wrapper.closure(optimizer, model, x[:rows], y[:rows]))
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.3),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.Linear(8, CLASSES),
+    )
+
+
+@every_wrapper
+def test_a_step_costs_the_passes_it_says(wrapper):
+    model = network()
+    rows = {"forward": 0, "backward": 0}
+
+    def count(direction, tensors):
+        rows[direction] += len(tensors)
+
+    model[0].register_forward_hook(lambda m, i, o: count("forward", o))
+    model[3].register_full_backward_hook(lambda m, i, o: count("backward", o[0]))
+    optimizer = wrapped(wrapper, model)
+    for seed in range(10):
+        step(wrapper, optimizer, model, seed)
+    assert rows["forward"] == pytest.approx(wrapper.forwards * 80)
+    assert rows["backward"] == pytest.approx(wrapper.backwards * 80)
+
+
+@every_wrapper
+def test_returns_the_first_loss(wrapper):
+    model = network()
+    x, y = dataset().tensors
+    expected = cross_entropy(copy.deepcopy(model)(x[:8]), y[:8])
+    torch.testing.assert_close(step(wrapper, wrapped(wrapper, model), model), expected)
+
+
+@every_wrapper
+def test_statistics_random_numbers_and_flags_are_those_of_one_pass(wrapper):
+    model, plain = with_dropout(), with_dropout()
+    optimizer = wrapped(wrapper, model)
+    torch.manual_seed(1)
+    plain(dataset().tensors[0][:8])
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    step(wrapper, optimizer, model)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
+    assert all(m.training for m in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@every_wrapper
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_resume_is_bit_exact(wrapper, base, tmp_path):
+    straight, first = with_dropout(), with_dropout()
+    one, two = wrapped(wrapper, straight, base=base), wrapped(wrapper, first, base=base)
+    for seed in range(13):
+        torch.manual_seed(seed)
+        step(wrapper, one, straight, seed)
+    for seed in range(7):
+        torch.manual_seed(seed)
+        step(wrapper, two, first, seed)
+    torch.save({"model": first.state_dict(), "optimizer": two.state_dict()}, tmp_path / "c.pt")
+
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    second = with_dropout()
+    third = wrapped(wrapper, second, base=base, lr=0.7)
+    second.load_state_dict(state["model"])
+    third.load_state_dict(state["optimizer"])
+    for seed in range(7, 13):
+        torch.manual_seed(seed)
+        step(wrapper, third, second, seed)
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    for mine, other in zip(straight.parameters(), second.parameters(), strict=True):
+        for key, value in one.state[mine].items():
+            assert torch.equal(value, third.state[other][key]), key
+
+
+@every_wrapper
+def test_a_base_optimizers_own_state_will_do(wrapper):
+    model = network()
+    optimizer = wrapped(wrapper, model)
+    step(wrapper, optimizer, model)
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.5).state_dict())
+    assert optimizer.steps == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.param_groups[0]["momentum"] = 0.9
+    step(wrapper, optimizer, model)
+
+
+@every_wrapper
+def test_is_one_with_its_base_optimizer(wrapper):
+    model = network()
+    base = torch.optim.SGD(model[0].parameters(), lr=0.4, momentum=0.9)
+    optimizer = wrapper.make(base, model=model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is base.param_groups and optimizer.state is base.state
+    optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.2, "rho": 0.7})
+    assert [g["lr"] for g in base.param_groups] == [0.4, 0.2]
+    assert base.param_groups[1]["rho"] == 0.7
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for seed in range(2):
+        step(wrapper, optimizer, model, seed)
+        schedule.step()
+    assert [g["lr"] for g in base.param_groups] == [0.1, 0.05]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups is base.param_groups and optimizer.state is base.state
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin.model = twin_model
+    step(wrapper, optimizer, model, 2)
+    step(wrapper, twin, twin_model, 2)
+    assert torch.equal(twin_model[0].weight, model[0].weight)
+
+
+@every_wrapper
+def test_a_groups_own_rho_moves_its_own_weights(wrapper):
+    """With rho 0 a group does not move; its norm still counts in what moves the others."""
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "rho": 0.0}]
+    optimizer = wrapper.make(torch.optim.SGD(groups, lr=0.1, momentum=0.9), model=model)
+    seen = []
+    model.register_forward_pre_hook(
+        lambda *_: seen.append([p.detach().clone() for p in model.parameters()])
+    )
+    start = [p.detach().clone() for p in model.parameters()]
+    for seed in range(2):  # the second, because the first of MSAM is a plain one
+        seen.clear()
+        start = [p.detach().clone() for p in model.parameters()]
+        if optimizer.interval > 1:
+            optimizer.steps = 0
+        step(wrapper, optimizer, model, seed)
+    moved = [not torch.equal(a, b) for a, b in zip(seen[-1], start, strict=True)]
+    assert any(moved[:2])
+    assert not any(moved[2:])
+
+
+@every_wrapper
+def test_frozen_and_unused_parameters_stay(wrapper):
+    model = network()
+    model[0].weight.requires_grad_(False)
+    model.unused = nn.Linear(2, 2)  # registered, so among the parameters, but never called
+    model.forward = nn.Sequential(*list(model)[:4]).forward
+    optimizer = wrapped(wrapper, model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for seed in range(3):
+        step(wrapper, optimizer, model, seed)
+    for name, parameter in model.named_parameters():
+        stays = name == "0.weight" or name.startswith("unused")
+        assert torch.equal(parameter, before[name]) == stays, name
+    assert not model[0].weight.requires_grad
+
+
+@every_wrapper
+def test_a_branch_that_the_second_pass_skips_comes_back(wrapper):
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.once = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.always(x) + (self.once(x) if self.calls == 1 else 0)
+
+    torch.manual_seed(0)
+    model = Fickle()
+    before = model.once.weight.detach().clone()
+    optimizer = wrapped(wrapper, model, beta=1.0) if wrapper.per_row else wrapped(wrapper, model)
+    step(wrapper, optimizer, model)
+    if wrapper.forwards > 1:
+        assert torch.equal(model.once.weight, before)
+    else:
+        assert not torch.equal(model.once.weight, before)
+
+
+@every_wrapper
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_error_in_any_pass_leaves_the_weights_as_they_were(wrapper, call):
+    model = network()
+    optimizer = wrapped(wrapper, model)
+    step(wrapper, optimizer, model)
+    optimizer.steps = 0  # a step that climbs, for those with an interval
+    before = [p.detach().clone() for p in model.parameters()]
+    places = [p.data_ptr() for p in model.parameters()]
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyError("the data are gone")
+
+    hook = model.register_forward_pre_hook(fail)
+    if call <= (3 if wrapper.per_row else int(wrapper.forwards + 0.9)):
+        with pytest.raises(KeyError, match="the data are gone"):
+            step(wrapper, optimizer, model)
+        assert_all_equal(before, model.parameters())
+    hook.remove()
+    assert all(p.requires_grad for p in model.parameters())
+    assert model[1].track_running_stats
+    step(wrapper, optimizer, model)
+    assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def assert_all_equal(ours, theirs):
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@every_wrapper
+def test_micro_batches_in_the_closure_equal_the_whole_batch(wrapper):
+    def linear():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+    whole, parts = linear(), linear()
+    ours, theirs = wrapped(wrapper, whole), wrapped(wrapper, parts)
+    x, y = dataset().tensors
+    x = x[:8].double()
+    y = y[:8]
+
+    def per_row(rows):
+        rows = torch.arange(8) if rows is None else rows
+        halves = [cross_entropy(parts(x[r]), y[r], reduction="none") for r in rows.chunk(2)]
+        return torch.cat(halves)
+
+    def mean():
+        theirs.zero_grad()
+        losses = [cross_entropy(parts(x[i : i + 4]), y[i : i + 4]) / 2 for i in (0, 4)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)
+
+    for _ in range(3):
+        ours.step(wrapper.closure(ours, whole, x, y))
+        theirs.step(per_row if wrapper.per_row else mean)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def two_calls(wrapper, optimizer, model, x, y, scaler, dtype=torch.float16, clip=None):
+    """A step in the two-call form, as its users write it."""
+
+    def losses(rows=slice(None)):
+        with torch.autocast(x.device.type, dtype, enabled=dtype.itemsize == 2):
+            return cross_entropy(model(x[rows]), y[rows], reduction="none")
+
+    def backward(values):
+        optimizer.zero_grad()
+        scaler.scale(values.mean()).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    if isinstance(optimizer, MSAM):
+        optimizer.first_step()
+        backward(losses())
+        return optimizer.second_step(scaler)
+    first = losses()
+    backward(first)
+    if optimizer.first_step(first) if wrapper.per_row else optimizer.first_step():
+        with optimizer.frozen_running_stats():
+            rows = slice(None)
+            if wrapper.per_row:
+                with torch.no_grad():
+                    rows = optimizer.select(losses())
+            backward(losses(rows))
+    return optimizer.second_step(scaler)
+
+
+@every_wrapper
+def test_the_two_call_form_equals_the_closure(wrapper):
+    ours, theirs = network().double(), network().double()
+    by_closure, by_calls = wrapped(wrapper, ours), wrapped(wrapper, theirs)
+    x, y = dataset().tensors
+    x, y = x[:8].double(), y[:8]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(6):
+        by_closure.step(wrapper.closure(by_closure, ours, x, y))
+        two_calls(wrapper, by_calls, theirs, x, y, scaler, dtype=torch.float64)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_wrapper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_with_a_scaler_stays_near_float32(wrapper, dtype, device):
+    half, full = network().to(device), network().to(device)
+    ours, theirs = wrapped(wrapper, half), wrapped(wrapper, full)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+    off = torch.amp.GradScaler(device.type, enabled=False)
+    x, y = (tensor[:16].to(device) for tensor in dataset().tensors)
+    start = half[0].weight.detach().clone()
+    for _ in range(6):
+        two_calls(wrapper, ours, half, x, y, scaler, dtype, clip=1e6)
+        scaler.update()
+        two_calls(wrapper, theirs, full, x, y, off, torch.float32)
+    assert (full[0].weight - start).norm() > 0.02
+    gap = (half[0].weight - full[0].weight).norm() / (full[0].weight - start).norm()
+    assert gap < 0.25
+
+
+@every_wrapper
+@pytest.mark.parametrize("bad_pass", [1, 2])
+def test_an_overflow_in_either_pass_leaves_the_weights_as_they_were(wrapper, bad_pass):
+    if bad_pass == 2 and wrapper.forwards == 1:
+        bad_pass = 1  # it has no second
+    model = network()
+    optimizer, scaler = wrapped(wrapper, model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, y = dataset().tensors
+    two_calls(wrapper, optimizer, model, x, y, scaler)
+    scaler.update()
+    optimizer.steps = 0
+    before = copy.deepcopy(model.state_dict())
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    calls = []
+
+    def overflow(gradient):
+        calls.append(1)
+        return gradient * float("inf") if len(calls) == bad_pass else gradient
+
+    hook = model[3].weight.register_hook(overflow)
+    two_calls(wrapper, optimizer, model, x, y, scaler)
+    scaler.update()
+    hook.remove()
+    assert len(calls) >= bad_pass
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert_all_equal(momenta, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
+    assert scaler.get_scale() == 2.0
+    for _ in range(3):
+        two_calls(wrapper, optimizer, model, x, y, scaler)
+        scaler.update()
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@every_wrapper
+def test_clipping_between_the_passes_is_clipping_of_the_step(wrapper):
+    model = network()
+    optimizer = wrapper.make(
+        torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-9), model=model
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = dataset().tensors
+    two_calls(wrapper, optimizer, model, x, y, scaler, torch.bfloat16, clip=1e-3)
+    moved = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    length = torch.cat([m.flatten() for m in moved]).norm()
+    assert 5e-4 < length < 1.5e-3
+
+
+@every_wrapper
+def test_compiled_models(wrapper):
+    torch._dynamo.reset()
+    plain, compiled = network(), network()
+    fast = torch.compile(compiled, backend="eager")
+    ours = wrapped(wrapper, plain, beta=1.0) if wrapper.per_row else wrapped(wrapper, plain)
+    theirs = wrapped(wrapper, fast, **({"beta": 1.0} if wrapper.per_row else {}))
+    for seed in range(3):
+        step(wrapper, ours, plain, seed)
+        step(wrapper, theirs, fast, seed)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[name], tensor)
+
+
+@every_wrapper
+def test_bad_settings_of_the_family(wrapper):
+    model = network()
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="rho"):
+        wrapper.make(base, rho=-0.1)
+    with pytest.raises(ValueError, match="wraps an optimizer"):
+        wrapper.make(model.parameters())
+    optimizer = wrapper.make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
+        optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "rho": -1})
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "message"),
+    [
+        (SAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
+        (LookSAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
+        (LookSAM, {"alpha": -1}, "alpha must be 0 or more"),
+        (ESAM, {"gamma": 0}, r"gamma must be within \(0, 1\], got 0"),
+        (ESAM, {"beta": 1.1}, r"beta must be within \(0, 1\], got 1.1"),
+        (ASAM, {"eta": -1}, "eta must be 0 or more"),
+        (GSAM, {"alpha": -1}, "alpha must be 0 or more"),
+        (GSAM, {"rho_min": 0.5}, r"rho_min must be within \[0, rho=0.04\], got 0.5"),
+        (GSAM, {"lr_min": 0.1}, "lr_max must be above lr_min=0.1, got 0.1"),
+        (SAM, {"m_sharpness": True}, "m_sharpness needs model="),
+    ],
+)
+def test_bad_settings_of_one_method(make, kwargs, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **kwargs)
+
+
+def test_msam_needs_momentum():
+    model = network()
+    with pytest.raises(ValueError, match="the base optimizer has none: give it momentum"):
+        MSAM(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@every_wrapper
+def test_steps_out_of_order_change_nothing(wrapper):
+    model = network()
+    optimizer = wrapped(wrapper, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="step needs a closure"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="second_step comes after first_step"):
+        optimizer.second_step()
+    if not isinstance(optimizer, MSAM):
+        with pytest.raises(RuntimeError, match=r"must call loss.backward\(\)"):
+            optimizer.first_step()
+        x, y = dataset().tensors
+        cross_entropy(model(x), y).backward()
+    optimizer.first_step()
+    with pytest.raises(RuntimeError, match="first_step was called twice"):
+        optimizer.first_step()
+    optimizer.zero_grad()
+    optimizer.second_step()
+    assert_all_equal(before, model.parameters())
+
+
+@every_wrapper
+def test_a_closure_without_a_backward_pass_changes_nothing(wrapper):
+    model = network()
+    optimizer = wrapped(wrapper, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = dataset().tensors
+    closure = (lambda rows: cross_entropy(model(x), y)) if wrapper.per_row else lambda: model(x)
+    message = "must return the loss of each row" if wrapper.per_row else "must call loss.backward"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step(closure)
+    assert_all_equal(before, model.parameters())
+    step(wrapper, optimizer, model)

@@ -38,8 +38,11 @@ def test_samples_of_any_kind(sample, expected):
 
 def test_counts_from_the_end_as_its_dataset_does():
     data = with_index(Squares())
-    assert data[-1] == data[19]
+    assert data[-1] == data.__getitems__([-1])[0] == data[19]
     assert len(data) == 20
+    for index in (20, -21):
+        with pytest.raises(IndexError, match=f"index {index} of a dataset of 20"):
+            data[index]
 
 
 def test_index_is_the_place_in_the_dataset_that_was_given():

@@ -115,6 +115,7 @@ def test_state_holds_everything_in_plain_tensors(tmp_path):
     assert {name: tuple(t.shape) for name, t in state.items()} == {
         "table": (2, 6, 4),
         "stamps": (2, 6),
+        "_extra_state": (),
     }
     torch.save(state, tmp_path / "state.pt")
     memory.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -137,10 +138,11 @@ def test_a_state_of_another_size_changes_nothing(other):
     memory.set_epoch(0)
     memory.write(memory.locate(torch.arange(6)), torch.randn(6, 4))
     before = {name: tensor.clone() for name, tensor in memory.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"\(lag, num_samples, ...\) is .* of shape \(2, 6"):
+    with pytest.raises(RuntimeError, match=r"\(lag, num_samples, ...\) here is .* of shape \(2, 6"):
         memory.load_state_dict(OutputMemory(**{**settings, **other}).state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         memory.load_state_dict({"table": torch.ones_like(before["table"])})
+    assert memory.epoch == 0
     for name, tensor in memory.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -175,6 +177,12 @@ def test_a_file_is_not_shared_and_not_mistaken(tmp_path):
     with pytest.raises(ValueError, match="exists and is not this table"):
         OutputMemory(4, 3, path=other)
     assert other.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("path", ["missing/table", "."])
+def test_a_path_that_cannot_be_a_file(path, tmp_path):
+    with pytest.raises(ValueError, match="is not a file in an existing folder"):
+        OutputMemory(4, 3, path=tmp_path / path)
 
 
 def test_a_file_larger_than_its_disk_is_refused(tmp_path):
@@ -236,6 +244,26 @@ def test_an_index_that_is_not_waited_for_is_reported_later():
 def test_bad_settings(kwargs, message):
     with pytest.raises(ValueError, match=message):
         OutputMemory(**{"num_samples": 6, "num_classes": 4, **kwargs})
+
+
+def test_the_first_epoch_must_be_set_and_epochs_only_go_up():
+    memory = OutputMemory(6, 4)
+    with pytest.raises(RuntimeError, match=r"call set_epoch\(epoch\)"):
+        memory.locate(torch.tensor([0]))
+    memory.set_epoch(2)
+    with pytest.raises(ValueError, match="epoch 1 comes after epoch 2"):
+        memory.set_epoch(1)
+
+
+def test_built_or_first_used_in_a_strange_mode():
+    with torch.device("meta"):
+        memory = OutputMemory(6, 4, lag=1)
+    memory.set_epoch(0)
+    with torch.inference_mode():
+        memory.write(memory.locate(torch.arange(6)), torch.ones(6, 4))
+    memory.set_epoch(1)
+    assert memory.read(memory.locate(torch.arange(6)))[1].all()
+    memory.write(memory.locate(torch.arange(6)), torch.ones(6, 4))
 
 
 def test_logits_of_another_shape():

@@ -61,6 +61,7 @@ def test_runs_no_teacher_pass_before_the_start_or_in_eval_mode():
     for epoch, expected in enumerate([0, 0, 1, 2]):
         mesa.set_epoch(epoch)
         mesa(model(x), x)
+        mesa.update(model)
         assert len(passes) == expected
     mesa.eval()
     assert mesa(model(x), x) == 0
@@ -103,6 +104,14 @@ def test_a_row_that_is_not_finite_is_left_out_and_counted(side):
     torch.testing.assert_close(loss, expected)
     assert logits.grad.isfinite().all() and logits.grad[0].count_nonzero() == 0
     assert mesa.nonfinite_rows == 1
+
+
+def test_one_word_if_the_update_is_forgotten():
+    model = network()
+    mesa = MESA(model)
+    mesa.set_epoch(0)
+    with pytest.warns(UserWarning, match=r"call mesa.update\(model\) after every"):
+        mesa.set_epoch(1)
 
 
 def test_a_model_that_returns_something_else():

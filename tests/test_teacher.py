@@ -126,6 +126,31 @@ def test_masks_with_infinities_are_copied():
     assert teacher.module.mask.tolist() == [0.0, -float("inf")]
 
 
+def test_what_is_averaged_is_decided_once():
+    """An observer that starts at infinity is copied for good, also after a resume."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("greatest", torch.tensor(-float("inf")))
+    first = EMATeacher(model, decay=0.5, warmup=False)
+    model.greatest.fill_(1.0)
+    first.update(model)
+    second = EMATeacher(model, decay=0.5, warmup=False)
+    second.load_state_dict(first.state_dict())
+    model.greatest.fill_(3.0)
+    first.update(model), second.update(model)
+    assert first.module.greatest == second.module.greatest == 3.0
+
+
+def test_a_cast_that_would_stop_the_average_is_refused():
+    model = nn.Linear(2, 2)
+    teacher = EMATeacher(model)
+    teacher.update(model)
+    teacher.bfloat16(), model.bfloat16()
+    with pytest.raises(ValueError, match="weight was cast to half precision after"):
+        teacher.update(model)
+    with pytest.raises(ValueError, match="there; move and cast the model first"):
+        teacher.update(model.float())
+
+
 def test_follows_tensors_that_the_model_replaces():
     model = nn.Linear(2, 2)
     model.register_buffer("scale", torch.zeros(1))
@@ -192,7 +217,7 @@ def test_another_model_is_refused():
         teacher.update(nn.Linear(2, 2, bias=False))
     with pytest.raises(ValueError, match=r"weight is of shape \(2, 2\) here, \(2, 3\) there"):
         teacher.update(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="weight is on cpu here, on meta there"):
+    with pytest.raises(ValueError, match=r"weight is torch.float32 on cpu here, .* on meta there"):
         teacher.update(nn.Linear(2, 2, device="meta"))
 
 

@@ -7,6 +7,9 @@ from saltflat.trajectory import trajectory_loss
 from saltflat.saf import SAF
 from saltflat.mesa import MESA
 
+# what they are compared with
+from saltflat import sam
+
 # what they are made of
 from saltflat.memory import OutputMemory
 from saltflat.teacher import EMATeacher, decay_for_half_life
@@ -22,6 +25,7 @@ __all__ = [
     "EMATeacher",
     "OutputMemory",
     "decay_for_half_life",
+    "sam",
     "trajectory_loss",
     "with_index",
 ]

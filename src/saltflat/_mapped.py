@@ -16,12 +16,14 @@ def mapped_table(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tens
     """A tensor whose memory is the file at `path`, which stays locked while the tensor lives.
 
     Raises:
-        ValueError: If there is a file of another size, which may be somebody's data, or the disk
-            could not hold the whole table.
+        ValueError: If the path cannot be a file, there is one of another size, which may be
+            somebody's data, or the disk could not hold the whole table.
         RuntimeError: If another process, or another table of this one, uses the file.
     """
     import fcntl  # the one thing here that Windows has not
 
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{path} is not a file in an existing folder")
     size = prod(shape) * dtype.itemsize
     taken = path.stat().st_size if path.exists() else 0
     if taken not in (0, size):

@@ -42,15 +42,22 @@ class _WithIndex(Dataset[tuple[Any, ...]]):
         return len(cast(Sized, self.dataset))
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        index = operator.index(index)
-        index = index + len(self) if index < 0 else index
+        index = self._from_start(index)
         return _indexed(index, self.dataset[index])
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
         """What a DataLoader asks for: a whole batch at once, where the dataset can."""
+        indices = [self._from_start(index) for index in indices]
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch else [self.dataset[i] for i in indices]
         return [_indexed(i, sample) for i, sample in zip(indices, samples, strict=True)]
+
+    def _from_start(self, index: int) -> int:
+        """The one number that a sample has, however it was asked for."""
+        number, length = operator.index(index), len(self)
+        if not -length <= number < length:
+            raise IndexError(f"index {number} of a dataset of {length}")
+        return number + length if number < 0 else number
 
 
 def _indexed(index: int, sample: Any) -> tuple[Any, ...]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from saltflat._clock import Clocked
 from saltflat._mapped import mapped_table
 from saltflat.codecs import codec_for
 
@@ -48,7 +49,7 @@ class _Pending(NamedTuple):
     arrived: torch.cuda.Event
 
 
-class OutputMemory(nn.Module):
+class OutputMemory(Clocked):
     """The outputs of `num_samples` samples in the last `lag` epochs.
 
     Args:
@@ -87,10 +88,7 @@ class OutputMemory(nn.Module):
         path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_samples": num_samples, "num_classes": num_classes, "lag": lag}
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+        _check_sizes(num_samples=num_samples, num_classes=num_classes, lag=lag)
         if path is not None and device is not None and torch.device(device).type != "cpu":
             raise ValueError(f"a table in a file is in host memory: leave out device={device!r}")
         self.num_samples = num_samples
@@ -99,16 +97,18 @@ class OutputMemory(nn.Module):
         self.storage = storage
         self._codec = codec_for(storage)
         self._follows_logits = device is None and path is None
+        self._begun = False
         self._pending: list[_Pending] = []
 
         # A table that follows the logits has no memory yet: "meta" until they are seen.
         place = "meta" if self._follows_logits else device or "cpu"
         shape = (lag * num_samples + 1, self._codec.width(num_classes))
+        self._table = (
+            torch.zeros(shape, dtype=self._codec.dtype, device=place)
+            if path is None
+            else mapped_table(Path(path), shape, self._codec.dtype)
+        )
         self._stamps = torch.full(shape[:1], _NEVER, dtype=torch.int32, device=place)
-        if path is None:
-            self._table = torch.zeros(shape, dtype=self._codec.dtype, device=place)
-        else:
-            self._table = mapped_table(Path(path), shape, self._codec.dtype)
 
         clock = "cpu" if self._follows_logits else place
         self._slot_start = torch.zeros((), dtype=torch.int64, device=clock)
@@ -121,13 +121,23 @@ class OutputMemory(nn.Module):
         """Bytes of the table and its stamps."""
         return self._table.nbytes + self._stamps.nbytes
 
+    @staticmethod
+    def estimate_bytes(
+        num_samples: int, num_classes: int, *, lag: int = 3, storage: str = "float16"
+    ) -> int:
+        """What `nbytes` of such a memory is."""
+        _check_sizes(num_samples=num_samples, num_classes=num_classes, lag=lag)
+        codec = codec_for(storage)
+        row = codec.width(num_classes) * codec.dtype.itemsize + torch.int32.itemsize
+        return (lag * num_samples + 1) * row
+
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: its outputs are written, those of `epoch - lag` are read.
 
         Raises:
-            ValueError: If, since the last call, indices on a device were out of range.
+            ValueError: If the epoch is not a whole number from 0 or goes backwards; or if, since
+                the last call, indices on a device were out of range.
         """
-        self._settle()
         if out_of_range := int(self._out_of_range):
             self._out_of_range.zero_()
             raise ValueError(
@@ -135,15 +145,23 @@ class OutputMemory(nn.Module):
                 f"0..{self.num_samples - 1}; they were neither read nor written. "
                 "num_samples must be the length of the whole training set"
             )
-        self._slot_start.fill_(epoch % self.lag * self.num_samples)
-        self._epoch_now.fill_(epoch)
-        self._epoch_wanted.fill_(epoch - self.lag)
+        super().set_epoch(epoch)
+
+    def _begin(self, epoch: int | None) -> None:
+        self._settle()
+        super()._begin(epoch)
+        self._begun = epoch is not None
+        if epoch is not None:
+            self._slot_start.fill_(epoch % self.lag * self.num_samples)
+            self._epoch_now.fill_(epoch)
+            self._epoch_wanted.fill_(epoch - self.lag)
 
     def locate(self, index: Tensor, device: torch.device | str = "cpu") -> Location:
         """Find the rows of a batch.
 
-        An index that the host can see is checked at once. One on a device is not waited for: what
-        is out of range has no reference, is not written, and is reported by `set_epoch`.
+        An index that the host can see is checked at once. Where both index and table are on a GPU
+        it is not waited for: what is out of range has no reference, is not written, and is
+        reported by the next `set_epoch`.
 
         Args:
             index: Whole numbers of shape (batch,), best left on the CPU as the loader gave them.
@@ -151,7 +169,10 @@ class OutputMemory(nn.Module):
 
         Raises:
             ValueError: If the index is not a vector of whole numbers from 0 to num_samples - 1.
+            RuntimeError: If no epoch has begun.
         """
+        if not self._begun:
+            raise RuntimeError("call set_epoch(epoch) at the start of every epoch")
         if index.dim() != 1 or index.dtype not in _WHOLE:
             raise ValueError(
                 "index must be a vector of whole numbers, got "
@@ -188,20 +209,17 @@ class OutputMemory(nn.Module):
         """
         self._settle()
         device = self._table.device if device is None else torch.device(device)
-        rows = location.rows
-        valid = self._stamps.index_select(0, rows) == self._epoch_wanted
-        if location.in_range is not None:
-            valid &= location.in_range
+        ring = (self._table, self._stamps, location.rows, self._epoch_wanted)
         if self._crosses(device):
-            stored = torch.empty(
-                (len(rows), self._table.shape[1]), dtype=self._table.dtype, pin_memory=True
+            stored, valid = (
+                staged.to(device, non_blocking=True) for staged in _gather(*ring, True)
             )
-            torch.index_select(self._table, 0, rows, out=stored)
-            valid = valid.pin_memory()
         else:
-            stored = self._table.index_select(0, rows)
-        stored = stored.to(device, non_blocking=True)
-        return self._codec.decode(stored), valid.to(device, non_blocking=True)
+            gather = _opaque_gather if torch.compiler.is_compiling() else _gather
+            stored, valid = (part.to(device) for part in gather(*ring, False))
+        if location.in_range is not None:
+            valid &= location.in_range.to(device)
+        return self._codec.decode(stored), valid
 
     def write(self, location: Location, logits: Tensor, keep: Tensor | None = None) -> None:
         """Record a batch's outputs in this epoch; of a sample drawn twice, the later ones.
@@ -219,6 +237,7 @@ class OutputMemory(nn.Module):
                 f"logits must be of shape ({len(location.rows)}, {self.num_classes}) for an index "
                 f"of length {len(location.rows)}, got {tuple(logits.shape)}"
             )
+        self._settle()
         stored = self._codec.encode(logits.detach().to(torch.float32))
         if self._crosses(logits.device):
             stored = _fetched(stored)
@@ -239,7 +258,8 @@ class OutputMemory(nn.Module):
         repeated = rows[:-1] == rows[1:]
         rows[:-1].masked_fill_(repeated, last)
         self._table.index_copy_(0, rows, stored.index_select(0, order))
-        self._stamps.index_fill_(0, rows, self._epoch_now)
+        # index_fill_ would do, were it not to wait for the device to learn the value.
+        self._stamps.index_copy_(0, rows, self._epoch_now.expand(len(rows)))
 
     def _settle(self) -> None:
         """Write what has arrived from the GPU since; it left in the step before."""
@@ -252,6 +272,7 @@ class OutputMemory(nn.Module):
         """Whether rows travel between a GPU and a table in host memory."""
         return device.type == "cuda" and self._table.device.type == "cpu"
 
+    @torch.inference_mode(False)
     def _place(self, device: torch.device) -> None:
         """Bring a table that follows the logits to where they are."""
         if not self._follows_logits or self._table.device == device:
@@ -262,11 +283,15 @@ class OutputMemory(nn.Module):
         for name in _TENSORS:
             setattr(self, name, getattr(self, name).to(device))
 
+    def extra_repr(self) -> str:
+        return (
+            f"num_samples={self.num_samples}, num_classes={self.num_classes}, lag={self.lag}, "
+            f"storage={self.storage!r}, {self.nbytes:,} bytes on {self._table.device}"
+        )
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._settle()
-        if self._table.is_meta:
-            self._place(torch.device("cpu"))
         for name, tensor in self._rings().items():
             destination[prefix + name] = tensor
 
@@ -280,30 +305,38 @@ class OutputMemory(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Copy both rings, or neither."""
-        self._pending.clear()
-        loaded = {name: state_dict.get(prefix + name) for name in self._rings()}
-        problems = []
-        for name, ring in self._rings().items():
-            new = loaded[name]
-            if new is None:
-                missing_keys.append(prefix + name)
-            elif (new.shape, new.dtype) != (ring.shape, ring.dtype):
-                problems.append(
-                    f"{prefix}{name} is {new.dtype} of shape {tuple(new.shape)}, this memory's "
-                    f"(lag, num_samples, ...) is {ring.dtype} of shape {tuple(ring.shape)}"
-                )
-        error_msgs += problems
-        if problems or None in loaded.values():
+        """Copy both rings and the epoch, or nothing."""
+        rings = {prefix + name: ring for name, ring in self._rings().items()}
+        epoch = prefix + "_extra_state"
+        missing = [name for name in (*rings, epoch) if name not in state_dict]
+        wrong = [
+            f"{name} is {state_dict[name].dtype} of shape {tuple(state_dict[name].shape)}, but "
+            f"(lag, num_samples, ...) here is {ring.dtype} of shape {tuple(ring.shape)}"
+            for name, ring in rings.items()
+            if name not in missing
+            and (state_dict[name].shape, state_dict[name].dtype) != (ring.shape, ring.dtype)
+        ]
+        missing_keys += missing
+        error_msgs += wrong
+        if missing or wrong:
             return
+        self._pending.clear()
         if self._table.is_meta:
-            self._place(loaded["table"].device)
+            self._place(state_dict[prefix + "table"].device)
         for name, ring in self._rings().items():
-            ring.copy_(loaded[name])
+            ring.copy_(state_dict[prefix + name])
+        self.set_extra_state(state_dict[epoch])
 
     def _rings(self) -> dict[str, Tensor]:
         """The state: all but the last row, seen as (lag, num_samples, ...)."""
         shape = (self.lag, self.num_samples)
+        if self._table.is_meta:  # nothing was written: one element, seen as if it were all
+            table = torch.zeros((), dtype=self._table.dtype, device="cpu")
+            stamps = torch.full((), _NEVER, dtype=torch.int32, device="cpu")
+            return {
+                "table": table.expand(*shape, self._table.shape[1]),
+                "stamps": stamps.expand(shape),
+            }
         return {
             "table": self._table[:-1].view(*shape, -1),
             "stamps": self._stamps[:-1].view(shape),
@@ -311,6 +344,35 @@ class OutputMemory(nn.Module):
 
 
 _TENSORS = ("_table", "_stamps", "_slot_start", "_epoch_now", "_epoch_wanted", "_out_of_range")
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+
+
+def _gather(
+    table: Tensor, stamps: Tensor, rows: Tensor, wanted: Tensor, pinned: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows of the table, and whether each carries the stamp that is wanted."""
+    valid = stamps.index_select(0, rows) == wanted
+    if not pinned:
+        return table.index_select(0, rows), valid
+    stored = torch.empty((len(rows), table.shape[1]), dtype=table.dtype, pin_memory=True)
+    return torch.index_select(table, 0, rows, out=stored), valid.pin_memory()
+
+
+# A compiler takes a gather for cheap and may do it again in the backward pass, when the rows have
+# been overwritten. An operator that it cannot look into is done once.
+_opaque_gather = torch.library.custom_op("saltflat::gather", _gather, mutates_args=())
+
+
+@_opaque_gather.register_fake
+def _(
+    table: Tensor, stamps: Tensor, rows: Tensor, wanted: Tensor, pinned: bool
+) -> tuple[Tensor, Tensor]:
+    return table.new_empty((len(rows), table.shape[1])), rows.new_empty(len(rows), dtype=torch.bool)
 
 
 def _fetched(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,13 +72,13 @@ class MESA(TrajectoryTerm):
             **kwargs: Likewise.
 
         Returns:
-            A scalar to add to the loss; 0 before `start_epoch`.
+            A scalar to add to the loss; before `start_epoch` the constant 0.
 
         Raises:
             ValueError: If the teacher's outputs are not of the logits' shape.
             RuntimeError: If `set_epoch` was never called.
         """
-        if not self._running() or not self.training:
+        if not self._check(logits) or not self.training:
             return self._no_loss(logits)
         reference = self.teacher(*inputs, **kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
@@ -87,6 +88,17 @@ class MESA(TrajectoryTerm):
                 "give MESA a model that returns the tensor of logits itself"
             )
         return self._loss(logits, reference, self._finite_rows(logits, reference))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; a whole epoch without `update` is worth a warning."""
+        previous = self.epoch
+        super().set_epoch(epoch)
+        if previous is not None and epoch > previous and not self.teacher.updates:
+            warnings.warn(
+                "the teacher still is the initial model: call mesa.update(model) after every "
+                "optimizer.step()",
+                stacklevel=2,
+            )
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from saltflat._term import TrajectoryTerm
-from saltflat.codecs import codec_for
 from saltflat.memory import OutputMemory
 
 
@@ -40,7 +39,7 @@ class SAF(TrajectoryTerm):
 
     Raises:
         ValueError: If an argument is out of its range.
-        RuntimeError: If several processes train together: see `process_group` in the changelog.
+        RuntimeError: If several processes train together, which SAF cannot do yet.
 
     Example:
         >>> import torch
@@ -75,7 +74,8 @@ class SAF(TrajectoryTerm):
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
         )
-        _require_one_process(process_group)
+        self._process_group = process_group
+        self._require_one_process()
         self.memory = OutputMemory(
             num_samples, num_classes, lag=lag, storage=storage, device=device, path=path
         )
@@ -95,15 +95,16 @@ class SAF(TrajectoryTerm):
             index: Which samples they are: the shape of `logits` without the classes.
 
         Returns:
-            A scalar to add to the loss; 0 before `start_epoch`.
+            A scalar to add to the loss; before `start_epoch` the constant 0.
 
         Raises:
             ValueError: If logits or index do not fit; nothing is recorded then.
             RuntimeError: If `set_epoch` was never called.
         """
-        running = self._running()
+        started = self._check(logits)
         if not self.training:
             return self._no_loss(logits)
+        index = torch.as_tensor(index)
         if logits.dim() < 2 or logits.shape[-1] != self.memory.num_classes:
             raise ValueError(
                 f"logits must be of shape (batch, ..., {self.memory.num_classes}), "
@@ -117,16 +118,18 @@ class SAF(TrajectoryTerm):
         logits = logits.flatten(0, -2)
         location = self.memory.locate(index.flatten(), logits.device)
         finite = self._finite_rows(logits)
-        if not running:
+        if not started:
             self.memory.write(location, logits, keep=finite)
             return self._no_loss(logits)
         reference, valid = self.memory.read(location, logits.device)
         self.memory.write(location, logits, keep=finite)
         return self._loss(logits, reference, valid & finite)
 
-    def _begin(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins; see `OutputMemory.set_epoch` for what it raises."""
+        self._require_one_process()
         self.memory.set_epoch(epoch)
-        super()._begin(epoch)
+        super().set_epoch(epoch)
 
     @staticmethod
     def estimate_bytes(
@@ -138,17 +141,14 @@ class SAF(TrajectoryTerm):
             >>> SAF.estimate_bytes(50_000, 100, storage="float32") / 2**20  # CIFAR-100, in MiB
             57.79...
         """
-        codec = codec_for(storage)
-        stamp = torch.int32.itemsize
-        return (lag * num_samples + 1) * (codec.width(num_classes) * codec.dtype.itemsize + stamp)
+        return OutputMemory.estimate_bytes(num_samples, num_classes, lag=lag, storage=storage)
 
-
-def _require_one_process(group: dist.ProcessGroup | None) -> None:
-    """Refuse to be silently wrong: a table per process would miss most references."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    if dist.get_world_size(group) > 1:
-        raise RuntimeError(
-            "SAF does not yet share its outputs between processes, and samples move between them: "
-            "train in one process, or use MESA, which needs no index"
-        )
+    def _require_one_process(self) -> None:
+        """Refuse to be silently wrong: a table per process would miss most references."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size(self._process_group) > 1:
+            raise RuntimeError(
+                "SAF does not yet share its outputs between processes, and samples move between "
+                "them: train in one process, or use MESA, which needs no index"
+            )

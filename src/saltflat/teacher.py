@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
 
 def decay_for_half_life(half_life_epochs: float, steps_per_epoch: int) -> float:
     """The decay with which a weight's part in the average halves every `half_life_epochs`.
@@ -31,9 +33,10 @@ class EMATeacher(nn.Module):
 
     .. math:: v_t = \beta v_{t-1} + (1 - \beta) \theta_t \qquad \text{(10)}
 
-    Parameters and floating-point buffers are averaged, other buffers copied. Half-precision
-    tensors are averaged in float32 and rounded for use, or an average that moves by 1 - decay a
-    step would stand still.
+    Parameters and floating-point buffers are averaged; other tensors, and masks that hold
+    infinities, are copied. Half-precision tensors are averaged in float32 and rounded for use, or
+    an average that moves by 1 - decay a step would stand still. A model that has become NaN makes
+    the teacher NaN for good: leave the update out where you leave the step out.
 
     Args:
         model: The model to average; copied, without its DDP or torch.compile wrapper.
@@ -65,12 +68,15 @@ class EMATeacher(nn.Module):
         self.updates = 0
         self.module = copy.deepcopy(_unwrapped(model)).requires_grad_(False)
         self.eval()
+        tensors = {name: holder[key] for name, (holder, key) in _slots(self.module).items()}
+        # Decided once and kept in the state: a value may become finite later.
+        can_average = [t.is_floating_point() and bool(t.isfinite().all()) for t in tensors.values()]
+        self.register_buffer("_can_average", torch.tensor(can_average, device="cpu"))
         # The float32 averages that half-precision tensors of the module are rounded from.
         self.precise = nn.Module()
-        for name, (holder, key) in _slots(self.module).items():
-            tensor = holder[key]
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                self.precise.register_buffer(name.replace(".", "/"), tensor.float())
+        for name, tensor in tensors.items():
+            if tensor.dtype in _LOW_PRECISION:
+                self.precise.register_buffer(_flat(name), tensor.float())
         self._plan: _Plan | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -88,7 +94,8 @@ class EMATeacher(nn.Module):
         if self._plan is None or self._plan.model() is not model:
             self._plan = _Plan(self, model)
         averages, live = self._plan.averaged()
-        torch._foreach_lerp_(averages, live, 1 - self.next_decay())
+        if averages:
+            torch._foreach_lerp_(averages, live, 1 - self.next_decay())
         for target, source in self._plan.copied():
             target.copy_(source)
         self.updates += 1
@@ -105,11 +112,16 @@ class EMATeacher(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """How many updates there were, on which the warm-up depends."""
-        return torch.tensor(self.updates)
+        return torch.tensor(self.updates, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Continue the count of the loaded state."""
         self.updates = int(state)
+        self._plan = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> EMATeacher:
+        self._plan = None  # and so look at the devices and dtypes again
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plan": None}
@@ -129,13 +141,14 @@ class _Plan:
         self.model = weakref.ref(model)
         ours, theirs = _slots(teacher.module), _slots(_unwrapped(model))
         precise = _slots(teacher.precise)
-        if problem := _mismatch(ours, theirs):
+        if problem := _mismatch(ours, theirs) or _too_coarse(ours, precise):
             raise ValueError(f"the model is not the one this teacher was made from: {problem}")
         self._averaged: list[tuple[_Slot, _Slot]] = []
         self._copied: list[tuple[_Slot, _Slot]] = []
-        for name, slot in ours.items():
-            average = precise.get(name.replace(".", "/"), slot)
-            if _can_average(slot):
+        can_average = teacher.get_buffer("_can_average").tolist()
+        for (name, slot), averaged in zip(ours.items(), can_average, strict=True):
+            average = precise.get(_flat(name), slot)
+            if averaged:
                 self._averaged.append((average, theirs[name]))
                 if average is not slot:
                     self._copied.append((slot, average))
@@ -174,13 +187,6 @@ def _slots(module: nn.Module) -> dict[str, _Slot]:
     return slots
 
 
-def _can_average(slot: _Slot) -> bool:
-    """Whether a tensor moves as an average: counters do not, nor do masks that hold infinities."""
-    holder, key = slot
-    tensor = holder[key]
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())
-
-
 def _mismatch(ours: dict[str, _Slot], theirs: dict[str, _Slot]) -> str | None:
     if different := ours.keys() ^ theirs.keys():
         return f"only one of them has {min(different)}"
@@ -188,9 +194,26 @@ def _mismatch(ours: dict[str, _Slot], theirs: dict[str, _Slot]) -> str | None:
         mine, other = holder[key], theirs[name][0][theirs[name][1]]
         if mine.shape != other.shape:
             return f"{name} is of shape {tuple(mine.shape)} here, {tuple(other.shape)} there"
-        if mine.device != other.device:
-            return f"{name} is on {mine.device} here, on {other.device} there; use .to(device)"
+        if (mine.device, mine.dtype) != (other.device, other.dtype):
+            return (
+                f"{name} is {mine.dtype} on {mine.device} here, {other.dtype} on {other.device} "
+                "there; move and cast the model first, then build its teacher"
+            )
     return None
+
+
+def _too_coarse(ours: dict[str, _Slot], precise: dict[str, _Slot]) -> str | None:
+    """What lost the float32 average that half precision needs, by a cast after the fact."""
+    for name, (holder, key) in ours.items():
+        average, average_key = precise.get(_flat(name), (holder, key))
+        if average[average_key].dtype in _LOW_PRECISION:
+            return f"{name} was cast to half precision after the teacher was built"
+    return None
+
+
+def _flat(name: str) -> str:
+    """A parameter's name as a buffer's, which may not have dots."""
+    return name.replace(".", "/")
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ temperature, so that its gradient does not shrink with the temperature (`tau_squ
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def trajectory_loss(
 
     The arithmetic is float32 (float64 for float64 logits) whatever comes in. The gradient reaches
     `logits` only; it is exactly zero where logits and reference agree, and rows that are not
-    valid may hold anything, NaN included. Nothing waits for the device.
+    valid may hold anything, NaN included; a valid row must be finite. Nothing waits for the device.
 
     Args:
         logits: The outputs now, of shape (batch, ..., classes).
@@ -62,7 +63,7 @@ def trajectory_loss(
     References:
         Du et al., Sharpness-Aware Training for Free, NeurIPS 2022.
     """
-    if not temperature > 0:
+    if not (isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be positive, got {temperature}")
     if logits.dim() < 1 or logits.shape != reference.shape:
         raise ValueError(
