@@ -1,0 +1,168 @@
+"""ESAM: SAM on part of the weights and part of the batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from saltflat.sam._random import random_state, set_random_state
+from saltflat.sam.sam import SAM
+
+
+class ESAM(SAM):
+    r"""Efficient Sharpness-Aware Minimization.
+
+    (a) Each parameter tensor joins the perturbation with probability beta, and e is multiplied by
+    1 / beta. (b) The second pass is over the gamma share of the batch whose loss rose most.
+
+    A step is a pass over the batch, a forward pass over it where the climb ended (none if gamma is
+    1), and a pass over the share. The first backward pass leaves out the tensors that do not join,
+    unless the model is compiled or under DistributedDataParallel, which expect all gradients.
+
+    Args:
+        base_optimizer: The optimizer that takes the steps.
+        rho: How far to climb.
+        beta: 0.6 for ResNets, 0.5 otherwise.
+        gamma: 0.5.
+        seed: Of the choice of tensors; the same on every rank.
+        interval: Climb in every `interval`-th step only; the others are plain steps.
+        model: The model, so that its BatchNorm statistics are those of the first pass alone.
+
+    References:
+        Du et al., Efficient Sharpness-aware Minimization for Improved Training of Neural Networks,
+        ICLR 2022.
+    """
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        *,
+        rho: float = 0.05,
+        beta: float = 0.6,
+        gamma: float = 0.5,
+        seed: int = 0,
+        interval: int = 1,
+        model: nn.Module | None = None,
+    ) -> None:
+        for name, share in {"beta": beta, "gamma": gamma}.items():
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} must be within (0, 1], got {share}")
+        self.beta = beta
+        self.gamma = gamma
+        self.seed = seed
+        self._losses: Tensor | None = None
+        super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[Tensor | None], Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: Takes the rows of the batch to use (a tensor of indices; None: all), runs
+                forward, and returns the loss of each of them. It zeroes nothing and calls no
+                backward.
+
+        Returns:
+            The mean loss of the whole batch, at the weights themselves.
+
+        Raises:
+            RuntimeError: Without a closure, or if it does not return a loss for each row; the
+                weights are then as they were.
+        """
+        if closure is None:
+            raise RuntimeError(
+                "ESAM.step needs a closure that takes the rows to use (None: all) and returns the "
+                "loss of each; or use first_step, select and second_step"
+            )
+        before = random_state(self._parameters())
+        with self._without_gradients(self._left_out()):
+            losses = self._backward(closure, None)
+        if not any(p.grad is not None for p in self._parameters()):
+            losses = self._backward(closure, None)  # none of the tensors that join is in use
+        if self.first_step(losses):
+            with self._second_pass(before):
+                rows = None
+                if self.gamma < 1:
+                    rows = self.select(closure(None))
+                    set_random_state(before)
+                self._backward(closure, rows)
+        self.second_step()
+        return losses.mean()
+
+    @torch.no_grad()
+    def first_step(self, losses: Tensor | None = None) -> bool:
+        """Climb, from the gradients of the first pass, and remember each row's loss in it.
+
+        Args:
+            losses: The loss of each row of the batch; needed by `select`.
+        """
+        self._losses = None if losses is None else losses.detach()
+        return super().first_step()
+
+    def select(self, losses: Tensor) -> Tensor:
+        """The gamma share of the rows whose loss rose most, given the losses after the climb."""
+        if self._losses is None or losses.shape != self._losses.shape:
+            raise RuntimeError("select needs the losses of the same rows in first_step(losses)")
+        count = math.ceil(self.gamma * len(losses))
+        return (losses - self._losses).topk(count).indices.sort().values
+
+    def _backward(self, closure: Callable[[Tensor | None], Tensor], rows: Tensor | None) -> Tensor:
+        """A pass over some rows; their losses."""
+        self.zero_grad()
+        with torch.enable_grad():
+            losses = closure(rows)
+            if losses.dim() != 1:
+                raise RuntimeError(
+                    "ESAM's closure must return the loss of each row, e.g. with reduction='none', "
+                    f"got shape {tuple(losses.shape)}"
+                )
+            if losses.requires_grad:
+                losses.mean().backward()
+        return losses.detach()
+
+    def _joining(self) -> set[int]:
+        """Which parameters join this step's perturbation, by id; the same on every rank."""
+        parameters = [p for p in self._parameters() if p.requires_grad]
+        if self.beta == 1:
+            return {id(p) for p in parameters}
+        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a captured step would choose the same tensors for ever: use beta=1")
+        choice = random.Random(f"{self.seed} {self.steps}")
+        joining = {id(p) for p in parameters if choice.random() < self.beta}
+        return joining or {id(choice.choice(parameters))}
+
+    def _left_out(self) -> list[Tensor]:
+        """The parameters whose gradient the first pass need not compute."""
+        expects_all = isinstance(
+            self.model, DistributedDataParallel | torch._dynamo.eval_frame.OptimizedModule
+        )
+        if self.model is None or expects_all or self.steps % self.interval:
+            return []
+        joining = self._joining()
+        return [p for p in self._parameters() if p.requires_grad and id(p) not in joining]
+
+    @contextmanager
+    def _without_gradients(self, parameters: list[Tensor]) -> Iterator[None]:
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+
+    def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
+        joining = self._joining()
+        pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
+        return [p for p, _ in pairs], [g for _, g in pairs]
+
+    def _rho(self, group: dict[str, Any]) -> float | Tensor:
+        return group["rho"] / self.beta

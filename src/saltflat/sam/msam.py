@@ -1,0 +1,107 @@
+"""MSAM: climb along the momentum, before the one gradient is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from saltflat.sam._algebra import copies, norm
+from saltflat.sam._wrapper import SharpnessAware
+from saltflat.sam.asam import adaptive_direction
+
+
+class MSAM(SharpnessAware):
+    r"""Momentum-SAM.
+
+    .. math:: \hat\epsilon = \rho \, m / \|m\|, \qquad
+        \theta \leftarrow \theta - \eta\, \mathrm{step}(\nabla L(\theta + \hat\epsilon))
+
+    with m the base optimizer's momentum, so one pass a step. The first step, which has no
+    momentum yet, is a plain one. In the two-call form `first_step` comes before the forward pass.
+
+    Args:
+        base_optimizer: An optimizer with momentum: SGD with `momentum`, or one of Adam's kin.
+        rho: How far to climb.
+        adaptive: Climb along T^2 m / |T m| instead, T as in `ASAM`.
+        eta: Added to T.
+        model: Not needed, and accepted as all the family does: there is no second pass.
+
+    Raises:
+        ValueError: If the base optimizer has no momentum.
+
+    References:
+        Becker et al., Momentum-SAM: Sharpness Aware Minimization without Computational Overhead,
+        2024.
+    """
+
+    _BUFFERS = ("momentum_buffer", "exp_avg")
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        *,
+        rho: float = 0.3,
+        adaptive: bool = False,
+        eta: float = 0.01,
+        model: nn.Module | None = None,
+    ) -> None:
+        if not eta >= 0:
+            raise ValueError(f"eta must be 0 or more, got {eta}")
+        self.adaptive = adaptive
+        self.eta = eta
+        super().__init__(base_optimizer, rho=rho, model=model)
+        for group in self.param_groups:
+            if "betas" not in group and not group.get("momentum"):
+                raise ValueError(
+                    "MSAM climbs along the momentum, and the base optimizer has none: give it "
+                    "momentum=0.9, say"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        """Take one step with one call of the closure.
+
+        Returns:
+            Its loss, at the weights that it climbed to.
+        """
+        closure = self._required(closure)
+        self.first_step()
+        try:
+            loss: Tensor = closure()
+            self._gradients()
+        except BaseException:
+            self._come_back()
+            raise
+        self.second_step()
+        return loss
+
+    @torch.no_grad()
+    def first_step(self) -> bool:
+        """Climb, before the forward pass.
+
+        Returns:
+            True: the one pass is still to come.
+        """
+        if self._first_step_done:
+            raise RuntimeError("first_step was called twice: finish the step with second_step")
+        momenta = {p: self._momentum(p) for p in self._parameters()}
+        moved = {p: m for p, m in momenta.items() if m is not None and p.requires_grad}
+        if moved:
+            self._climb(list(moved), self._offsets(list(moved), list(moved.values())))
+        self._first_step_done = True
+        return True
+
+    def _momentum(self, parameter: Tensor) -> Tensor | None:
+        state = self.state.get(parameter, {})
+        return next((state[name] for name in self._BUFFERS if state.get(name) is not None), None)
+
+    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        if self.adaptive:
+            offsets, length = adaptive_direction(parameters, gradients, self.eta)
+        else:
+            offsets, length = copies(gradients), norm(gradients)
+        self._times_rho_(parameters, offsets, 1 / (length + 1e-12))
+        return offsets
