@@ -224,9 +224,9 @@ def sam_family_step(
         if sgd.velocity is None:
             final = g
         elif settings["adaptive"]:
-            final = at(adaptive_ascent(w, sgd.velocity, rho, settings["eta"]))[1]
+            final = at(adaptive_ascent(w, sgd.velocity, -rho, settings["eta"]))[1]
         else:
-            final = at(ascent(sgd.velocity, rho))[1]
+            final = at(ascent(sgd.velocity, -rho))[1]
     else:
         raise ValueError(name)
     sgd.step(final, lr)

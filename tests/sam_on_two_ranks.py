@@ -96,6 +96,9 @@ def main(rank: int, store: str) -> None:
         wrapper = Wrapper(method, 2, 2)
         model = train(wrapper, DistributedDataParallel(smooth()), half, m_sharpness=True)
         alone = train(wrapper, smooth(), slice(0, 16))
+        lazy = DistributedDataParallel(smooth())
+        train(wrapper, lazy, half, m_sharpness=True, interval=2)
+        say(method.__name__, "m-sharpness every other step:", same_on_both(lazy))
         say(method.__name__, "m-sharpness, replicas equal:", same_on_both(model))
         say(method.__name__, "m-sharpness differs:", not close(model.module, alone))
         if method is SAM:

@@ -357,7 +357,6 @@ def test_is_one_with_its_base_optimizer(wrapper):
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups is base.param_groups and optimizer.state is base.state
     twin_model, twin = copy.deepcopy((model, optimizer))
-    twin.model = twin_model
     step(wrapper, optimizer, model, 2)
     step(wrapper, twin, twin_model, 2)
     assert torch.equal(twin_model[0].weight, model[0].weight)

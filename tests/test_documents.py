@@ -1,5 +1,6 @@
 """The README's code and the example do what they say."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["SAF", "MESA"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["SAF", "MESA", "SAM"])
 def test_the_readmes_loops_run_as_they_stand(block):
     model = network()
     names = {
@@ -29,13 +30,39 @@ def test_the_readmes_loops_run_as_they_stand(block):
         "epochs": 7,
         "DataLoader": DataLoader,
         "cross_entropy": cross_entropy,
+        "torch": torch,
     }
     exec(block.replace("num_classes=100", f"num_classes={CLASSES}"), names)
+    if "SAM" in names:
+        assert names["optimizer"].steps == 3
+        return
     term = names.get("saf") or names["mesa"]
     assert term.epoch == 6
     assert names["loss"] > cross_entropy(names["logits"], names["y"])
     if "saf" in names:
         assert term.memory.num_samples == SAMPLES
+
+
+CARDS = {path.stem: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")}
+
+
+def test_every_method_of_the_family_has_a_card():
+    assert CARDS.keys() == {name.lower() for name in saltflat.sam.__all__}
+
+
+@pytest.mark.parametrize("name", saltflat.sam.__all__)
+def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
+    card = CARDS[name.lower()]
+    x, y = dataset().tensors
+    names = {"model": network(), "x": x, "y": y}
+    before = names["model"][0].weight.detach().clone()
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
+    assert not torch.equal(names["model"][0].weight, before)
+    signature = inspect.signature(getattr(saltflat.sam, name)).parameters
+    defaults = {n: repr(p.default) for n, p in signature.items() if n != "base_optimizer"}
+    assert dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", card, re.MULTILINE)) == defaults
+    for section in ("Use", "Settings", "Cost", "Where it does not help", "Reference"):
+        assert f"\n## {section}\n" in card
 
 
 def test_the_demo_prints_accuracies():

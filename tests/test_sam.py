@@ -238,3 +238,45 @@ def test_looksam_steps_between_need_a_direction_that_is_finite():
     optimizer.first_step()
     optimizer.second_step(torch.amp.GradScaler("cpu", enabled=False))
     assert all(kept.count_nonzero() == 0 for kept in optimizer._kept.values())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+    assert not optimizer.first_step()
+    optimizer.second_step()
+    assert all((parameter.grad == 1e3).all() for parameter in model.parameters())
+
+
+def test_gsam_after_a_one_cycle_schedule():
+    base = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(base, max_lr=1.0, total_steps=10)
+    optimizer = GSAM(base, rho=0.4, rho_min=0.0)
+    assert optimizer._rho(optimizer.param_groups[0]) == pytest.approx(0.4 * 0.04)
+
+
+def test_msam_looks_for_the_momentum():
+    class Renamed(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state["velocity"] = state.pop("momentum_buffer")
+
+    model = nn.Linear(FEATURES, CLASSES)
+    optimizer = MSAM(Renamed(model.parameters(), lr=0.1, momentum=0.9))
+    x, y = dataset().tensors
+    closure = WRAPPERS["msam"].closure(optimizer, model, x, y)
+    optimizer.step(closure)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="Renamed keeps its momentum under none of the names"):
+        optimizer.step(closure)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_two_call_form_satisfies_a_schedule():
+    model = nn.Linear(FEATURES, CLASSES)
+    optimizer = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        model(torch.ones(1, FEATURES)).sum().backward()
+        optimizer.first_step()
+        optimizer.second_step()
+    schedule.step()  # warnings are errors here
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -15,10 +15,11 @@ def norm(tensors: list[Tensor]) -> Tensor:
 
 
 def inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """The inner product of two lists, in at least float32."""
-    dtype = _dtype(left)
-    products = [torch.sum(a * b, dtype=dtype) for a, b in zip(left, right, strict=True)]
-    return _gathered(products).sum()
+    """The inner product of two lists, summed in at least float32."""
+    products = torch._foreach_mul(left, right)
+    # One long vector and one sum: two launches, where a sum for each would be hundreds.
+    flat = torch.cat([product.flatten().to(products[0].device) for product in products])
+    return flat.sum(dtype=_dtype(left))
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -26,9 +27,18 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, 1))
 
 
-def safely_divided(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient; 0 / 0 is 0."""
-    return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all of them in place, on whichever devices they are."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, part in by_device.items():
+        torch._foreach_mul_(part, factor.to(device))
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient; 0 where the denominator is 0."""
+    return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
 def _gathered(scalars: list[Tensor]) -> Tensor:

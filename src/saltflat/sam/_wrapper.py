@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from saltflat._batchnorm import frozen_running_stats
 from saltflat._perturb import displaced
+from saltflat.sam._algebra import scale_
 from saltflat.sam._random import RandomState, random_state, set_random_state
 
 
@@ -30,7 +31,8 @@ class SharpnessAware(Optimizer):
     Args:
         base_optimizer: Any torch optimizer, built on the parameters already.
         rho: How far to climb; a parameter group may have a "rho" of its own.
-        interval: Climb in every `interval`-th step only; the steps between cost one pass.
+        interval: Climb in every `interval`-th step only; the steps between cost one pass. A CUDA
+            graph holds one kind of step: capture one of each.
         model: The model, so that its BatchNorm statistics are those of the first pass alone.
         m_sharpness: Under DistributedDataParallel, let each rank climb along the gradient of its
             own part of the batch (the SAM paper's m-sharpness) instead of all along the mean.
@@ -65,6 +67,7 @@ class SharpnessAware(Optimizer):
         self.model = model
         self.m_sharpness = m_sharpness
         self.steps = 0
+        self._statistics = frozen_running_stats(model)
         self._first_step_done = False
         self._displacement: displaced | None = None
         for group in self.param_groups:
@@ -111,7 +114,8 @@ class SharpnessAware(Optimizer):
 
         Args:
             closure: Zeroes the gradients, runs forward and backward, returns the loss. It is
-                called as often as the method needs, each time with the same random numbers.
+                called as often as the method needs, each time with torch's generators as they
+                were at the first.
 
         Returns:
             The loss of the first call.
@@ -144,7 +148,7 @@ class SharpnessAware(Optimizer):
         if self._first_step_done:
             raise RuntimeError("first_step was called twice: finish the step with second_step")
         parameters, gradients = self._moved()
-        climbs = self.steps % self.interval == 0
+        climbs = self._climbs()
         if climbs:
             offsets = self._offsets(parameters, gradients) if parameters else []
             self._climb(parameters, offsets)
@@ -166,16 +170,17 @@ class SharpnessAware(Optimizer):
             raise RuntimeError("second_step comes after first_step, which was not called")
         climbed = self._displacement is not None
         self._come_back()
-        self._combine(climbed)
+        self._combine(climbed, scaled=scaler is not None)
         if scaler is None:
             self.base_optimizer.step()
         else:
             scaler.step(self.base_optimizer)
         self.steps += 1
+        self._opt_called = True  # what a scheduler that was given the wrapper looks for
 
     def frozen_running_stats(self) -> frozen_running_stats:
         """The context for a second pass that leaves BatchNorm's statistics alone."""
-        return frozen_running_stats(self.model)
+        return self._statistics
 
     # What makes up a method.
 
@@ -187,8 +192,13 @@ class SharpnessAware(Optimizer):
         """How far to climb from the weights, given the gradients there."""
         raise NotImplementedError
 
-    def _combine(self, climbed: bool) -> None:
-        """Make the gradients to step with of those that the last pass left; by default, these."""
+    def _combine(self, climbed: bool, scaled: bool) -> None:
+        """Make the gradients to step with of those that the last pass left; by default, these.
+
+        Args:
+            climbed: Whether there were two passes.
+            scaled: Whether the gradients are scaled, and may have overflowed.
+        """
 
     def _method_state(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -202,7 +212,8 @@ class SharpnessAware(Optimizer):
     # Parts of a step.
 
     def _first_pass(self) -> AbstractContextManager[Any]:
-        if self.m_sharpness and isinstance(self.model, DistributedDataParallel):
+        per_rank = self.m_sharpness and self._climbs()
+        if per_rank and isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
 
@@ -223,6 +234,10 @@ class SharpnessAware(Optimizer):
             raise
         finally:
             set_random_state(after)
+
+    def _climbs(self) -> bool:
+        """Whether this step takes a second pass."""
+        return self.steps % self.interval == 0
 
     def _climb(self, parameters: list[Tensor], offsets: list[Tensor]) -> None:
         self._displacement = displaced(parameters, offsets)
@@ -260,9 +275,7 @@ class SharpnessAware(Optimizer):
 
     def _times_rho_(self, parameters: list[Tensor], tensors: list[Tensor], factor: Tensor) -> None:
         """Multiply each tensor in place by factor and by the rho of its parameter's group."""
-        owner = {id(p): i for i, g in enumerate(self.param_groups) for p in g["params"]}
-        chunks: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            chunks.setdefault((owner[id(parameter)], tensor.device), []).append(tensor)
-        for (group, device), chunk in chunks.items():
-            torch._foreach_mul_(chunk, (factor * self._rho(self.param_groups[group])).to(device))
+        tensor_of = {id(p): t for p, t in zip(parameters, tensors, strict=True)}
+        for group in self.param_groups:
+            members = [tensor_of[id(p)] for p in group["params"] if id(p) in tensor_of]
+            scale_(members, factor * self._rho(group))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import norm
+from saltflat.sam._algebra import copies, norm
 from saltflat.sam._wrapper import SharpnessAware
 
 
@@ -16,7 +16,7 @@ class ASAM(SharpnessAware):
     .. math:: \hat\epsilon = \rho \, T^2 g / \|T g\|, \qquad T = |\theta| + \eta
 
     T is 1 for biases and normalisation, that is, for parameters of at most one dimension. Scaling
-    a layer up and the next one down changes nothing, as it changes nothing in the network.
+    a layer up and the next one down changes nothing in the network, and, but for eta, nothing here.
 
     Args:
         base_optimizer: The optimizer that takes the steps.
@@ -58,8 +58,13 @@ def adaptive_direction(
     parameters: list[Tensor], directions: list[Tensor], eta: float
 ) -> tuple[list[Tensor], Tensor]:
     """T^2 d for each parameter's direction d, and |T d| of all together."""
-    scales = [p.abs() + eta if p.dim() > 1 else torch.ones_like(p) for p in parameters]
-    scaled = list(torch._foreach_mul(directions, scales))
+    scaled = copies(directions)
+    matrices = [i for i, p in enumerate(parameters) if p.dim() > 1]
+    if not matrices:
+        return scaled, norm(scaled)
+    t = torch._foreach_abs([parameters[i] for i in matrices])
+    torch._foreach_add_(t, eta)
+    torch._foreach_mul_([scaled[i] for i in matrices], t)
     length = norm(scaled)
-    torch._foreach_mul_(scaled, scales)
+    torch._foreach_mul_([scaled[i] for i in matrices], t)
     return scaled, length

@@ -86,7 +86,10 @@ class ESAM(SAM):
         with self._without_gradients(self._left_out()):
             losses = self._backward(closure, None)
         if not any(p.grad is not None for p in self._parameters()):
-            losses = self._backward(closure, None)  # none of the tensors that join is in use
+            # None of the tensors that join is in use: the same pass again, for all.
+            set_random_state(before)
+            with self.frozen_running_stats():
+                losses = self._backward(closure, None)
         if self.first_step(losses):
             with self._second_pass(before):
                 rows = None
@@ -111,7 +114,7 @@ class ESAM(SAM):
         """The gamma share of the rows whose loss rose most, given the losses after the climb."""
         if self._losses is None or losses.shape != self._losses.shape:
             raise RuntimeError("select needs the losses of the same rows in first_step(losses)")
-        count = math.ceil(self.gamma * len(losses))
+        count = math.ceil(self.gamma * len(losses) - 1e-9)  # 0.55 * 100 is 55, and a bit
         return (losses - self._losses).topk(count).indices.sort().values
 
     def _backward(self, closure: Callable[[Tensor | None], Tensor], rows: Tensor | None) -> Tensor:
@@ -141,10 +144,11 @@ class ESAM(SAM):
 
     def _left_out(self) -> list[Tensor]:
         """The parameters whose gradient the first pass need not compute."""
-        expects_all = isinstance(
-            self.model, DistributedDataParallel | torch._dynamo.eval_frame.OptimizedModule
-        )
-        if self.model is None or expects_all or self.steps % self.interval:
+        model = self.model
+        if model is None or not self._climbs():
+            return []
+        compiled = isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+        if compiled or model._compiled_call_impl or isinstance(model, DistributedDataParallel):
             return []
         joining = self._joining()
         return [p for p in self._parameters() if p.requires_grad and id(p) not in joining]

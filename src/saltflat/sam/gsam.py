@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, inner, safely_divided
+from saltflat.sam._algebra import copies, inner, ratio, scale_
 from saltflat.sam.sam import SAM
 
 
@@ -26,8 +26,7 @@ class GSAM(SAM):
         rho: 0.04 for ResNet-50 and ResNet-101 on ImageNet, 0.6 for ViT-S/32.
         rho_min: 0.02 for these ResNets, 0 for ViT-S/32.
         alpha: 0.01 for these ResNets, 0.4 for ViT-S/32.
-        lr_max: The learning rate at which rho is `rho`; None: each group's own when it is taken in,
-            before a schedule changes it.
+        lr_max: The learning rate at which rho is `rho`; None: the one the group was built with.
         lr_min: The learning rate at which rho is `rho_min`.
         interval: Climb in every `interval`-th step only; the others are plain steps.
         model: The model, so that its BatchNorm statistics are those of the first pass alone.
@@ -61,10 +60,14 @@ class GSAM(SAM):
 
     def _take_in(self, group: dict[str, Any]) -> None:
         super()._take_in(group)
-        peak = float(group.get("initial_lr", group["lr"])) if self.lr_max is None else self.lr_max
-        group.setdefault("lr_max", peak)
+        # A schedule built before keeps its peak in one of these.
+        peak = group.get("max_lr", group.get("initial_lr", group["lr"]))
+        group.setdefault("lr_max", float(peak) if self.lr_max is None else self.lr_max)
         if not group["lr_max"] > self.lr_min:
-            raise ValueError(f"lr_max must be above lr_min={self.lr_min}, got {group['lr_max']}")
+            raise ValueError(
+                f"lr_max must be above lr_min={self.lr_min}, got {group['lr_max']}: give the "
+                "schedule's highest learning rate as lr_max"
+            )
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
         """rho_min + (rho - rho_min) * (lr - lr_min) / (lr_max - lr_min), within the two."""
@@ -77,7 +80,7 @@ class GSAM(SAM):
         self._first = (parameters, copies(gradients))
         return super()._offsets(parameters, gradients)
 
-    def _combine(self, climbed: bool) -> None:
+    def _combine(self, climbed: bool, scaled: bool) -> None:
         if not climbed:
             return
         pairs = [(p.grad, g) for p, g in zip(*self._first, strict=True) if p.grad is not None]
@@ -85,7 +88,7 @@ class GSAM(SAM):
         if self.alpha == 0 or not pairs:
             return
         adversarial, plain = [list(part) for part in zip(*pairs, strict=True)]
-        share = safely_divided(inner(plain, adversarial), inner(adversarial, adversarial))
+        share = ratio(inner(plain, adversarial), inner(adversarial, adversarial))
         # g_adv - alpha (g - share g_adv)
-        torch._foreach_mul_(adversarial, 1 + self.alpha * share)
+        scale_(adversarial, 1 + self.alpha * share)
         torch._foreach_add_(adversarial, plain, alpha=-self.alpha)

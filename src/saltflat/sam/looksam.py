@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, inner, norm, safely_divided
+from saltflat.sam._algebra import copies, inner, norm, ratio, scale_
 from saltflat.sam.sam import SAM
 
 
@@ -52,29 +52,27 @@ class LookSAM(SAM):
         self._first = (parameters, copies(gradients))
         return super()._offsets(parameters, gradients)
 
-    def _combine(self, climbed: bool) -> None:
+    def _combine(self, climbed: bool, scaled: bool) -> None:
         if not climbed:
             self._reuse()
         elif self.interval > 1:
-            self._keep()
+            self._keep(scaled)
         self._first = ([], [])
 
-    def _keep(self) -> None:
+    def _keep(self, scaled: bool) -> None:
         """Keep g_v, the part of g_adv that is orthogonal to g."""
         both = [(p, g) for p, g in zip(*self._first, strict=True) if p.grad is not None]
         if not both:
             return
         parameters, plain = [list(part) for part in zip(*both, strict=True)]
         adversarial = [p.grad for p in parameters if p.grad is not None]
-        share = safely_divided(inner(adversarial, plain), inner(plain, plain))
-        torch._foreach_mul_(plain, share)
+        share = ratio(inner(adversarial, plain), inner(plain, plain))
+        scale_(plain, share)
         orthogonal = list(torch._foreach_sub(adversarial, plain))
-        # After an overflow there is nothing to keep: zero, which the next steps add in vain.
-        usable = norm(orthogonal).isfinite()
-        self._kept = {
-            p: torch.where(usable.to(part.device), part, 0.0)
-            for p, part in zip(parameters, orthogonal, strict=True)
-        }
+        if scaled:  # after an overflow there is nothing to keep: zero, which is added in vain
+            usable = norm(orthogonal).isfinite()
+            orthogonal = [torch.where(usable.to(v.device), v, 0.0) for v in orthogonal]
+        self._kept = dict(zip(parameters, orthogonal, strict=True))
 
     def _reuse(self) -> None:
         """Add alpha |g| / |g_v| g_v to the gradient."""
@@ -82,11 +80,9 @@ class LookSAM(SAM):
         if not both:
             return
         _, gradients = self._gradients()
-        scale = safely_divided(self.alpha * norm(gradients), norm(list(self._kept.values())))
-        torch._foreach_add_(
-            [gradient for gradient, _ in both],
-            torch._foreach_mul([kept for _, kept in both], scale),
-        )
+        added = copies([kept for _, kept in both])
+        scale_(added, self.alpha * ratio(norm(gradients), norm(list(self._kept.values()))))
+        torch._foreach_add_([gradient for gradient, _ in both], added)
 
     def _method_state(self) -> dict[str, Any]:
         kept = {i: self._kept[p] for i, p in enumerate(self._parameters()) if p in self._kept}
