@@ -23,6 +23,7 @@ ARROWS = {
     "saf": {"_term", "memory"},
     "mesa": {"_term", "teacher"},
     "sam": {"_perturb", "_batchnorm"},
+    "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed"},
     "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sam"},
 }
 """From each module, or package, to those it may import beside itself."""

@@ -1,6 +1,8 @@
 """What every method promises: first SAF and MESA, then the SAM family."""
 
 import copy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from problems import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import saltflat
 from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -486,7 +489,9 @@ def test_micro_batches_in_the_closure_equal_the_whole_batch(wrapper):
         torch.testing.assert_close(a, b)
 
 
-def two_calls(wrapper, optimizer, model, x, y, scaler, dtype=torch.float16, clip=None):
+def two_calls(
+    wrapper, optimizer, model, x, y, scaler, dtype=torch.float16, clip=None, unscale=None
+):
     """A step in the two-call form, as its users write it."""
 
     def losses(rows=slice(None)):
@@ -499,10 +504,16 @@ def two_calls(wrapper, optimizer, model, x, y, scaler, dtype=torch.float16, clip
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
 
+    def finish():
+        if unscale is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), unscale)
+        return optimizer.second_step(scaler)
+
     if isinstance(optimizer, MSAM):
         optimizer.first_step()
         backward(losses())
-        return optimizer.second_step(scaler)
+        return finish()
     first = losses()
     backward(first)
     if optimizer.first_step(first) if wrapper.per_row else optimizer.first_step():
@@ -512,7 +523,7 @@ def two_calls(wrapper, optimizer, model, x, y, scaler, dtype=torch.float16, clip
                 with torch.no_grad():
                     rows = optimizer.select(losses())
             backward(losses(rows))
-    return optimizer.second_step(scaler)
+    return finish()
 
 
 @every_wrapper
@@ -622,6 +633,10 @@ def test_bad_settings_of_the_family(wrapper):
     optimizer = wrapper.make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "rho": -1})
+    assert len(optimizer.param_groups) == 1
+    for unsuitable in (optimizer, torch.optim.LBFGS(model.parameters())):
+        with pytest.raises(ValueError, match="wraps an optimizer that steps without a closure"):
+            wrapper.make(unsuitable)
 
 
 @pytest.mark.parametrize(
@@ -681,7 +696,120 @@ def test_a_closure_without_a_backward_pass_changes_nothing(wrapper):
     x, y = dataset().tensors
     closure = (lambda rows: cross_entropy(model(x), y)) if wrapper.per_row else lambda: model(x)
     message = "must return the loss of each row" if wrapper.per_row else "must call loss.backward"
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step(closure)
-    assert_all_equal(before, model.parameters())
+    for _ in range(2):  # with no gradient there, and with those of an earlier step
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step(closure)
+        assert_all_equal(before, model.parameters())
+        step(wrapper, optimizer, model)
+        before = [p.detach().clone() for p in model.parameters()]
+
+
+@every_wrapper
+def test_a_step_can_be_cancelled(wrapper):
+    model = network()
+    optimizer = wrapped(wrapper, model)
     step(wrapper, optimizer, model)
+    optimizer.steps = 0
+    before = [p.detach().clone() for p in model.parameters()]
+    for way_out in (optimizer.cancel, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        optimizer.first_step()
+        assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        way_out()
+        assert_all_equal(before, model.parameters())
+    step(wrapper, optimizer, model)
+
+
+@every_wrapper
+def test_an_interrupt_between_any_two_lines_leaves_the_weights_as_they_were(wrapper):
+    """At each line of the package in turn: either nothing was done, or the whole step."""
+    package = str(Path(saltflat.__file__).parent)
+    lines = 0
+    while True:
+        model = network()
+        optimizer = wrapped(wrapper, model)
+        step(wrapper, optimizer, model)
+        optimizer.steps = 0
+        before = [p.detach().clone() for p in model.parameters()]
+        twin_model, twin = copy.deepcopy((model, optimizer))
+        step(wrapper, twin, twin_model)
+        seen = []
+
+        def interrupt(frame, event, argument, seen=seen, stop=lines):
+            if not frame.f_code.co_filename.startswith(package):
+                return None
+            # What undoes a step is not itself interrupted.
+            if frame.f_code.co_name in {"cancel", "__exit__", "_or_cancel", "set_random_state"}:
+                return None
+            if event == "line":
+                seen.append(1)
+                if len(seen) > stop:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return interrupt
+
+        previous = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            step(wrapper, optimizer, model)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(previous)
+        assert any(
+            all(torch.equal(a, b) for a, b in zip(model.parameters(), state, strict=True))
+            for state in (before, twin_model.parameters())
+        ), lines
+        step(wrapper, optimizer, model)
+        lines += 5
+    assert lines > 20
+
+
+@every_wrapper
+def test_unscaling_and_clipping_as_torchs_guide_has_it(wrapper):
+    """unscale_ on the wrapper, clip, then step: as without a scaler, whatever the scale."""
+    changes = []
+    for scale in (1.0, 2.0**14):
+        model = network().double()
+        optimizer = wrapped(wrapper, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        x, y = dataset().tensors
+        for _ in range(2):
+            two_calls(wrapper, optimizer, model, x.double(), y, scaler, torch.float64, unscale=0.05)
+            scaler.update()
+        changes.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*changes, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_wrapper
+def test_an_overflow_in_the_very_first_step(wrapper):
+    model = network()
+    optimizer, scaler = wrapped(wrapper, model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, y = dataset().tensors
+    before = [p.detach().clone() for p in model.parameters()]
+    hook = model[3].weight.register_hook(lambda gradient: gradient * float("inf"))
+    two_calls(wrapper, optimizer, model, x, y, scaler)
+    scaler.update()
+    assert_all_equal(before, model.parameters())
+    hook.remove()
+    for _ in range(6):
+        two_calls(wrapper, optimizer, model, x, y, scaler)
+        scaler.update()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(before[0], model[0].weight)
+
+
+@every_wrapper
+def test_sparse_gradients_are_refused(wrapper):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten())
+    optimizer = wrapped(wrapper, model)
+    x, y = torch.arange(8), torch.arange(8) % 4
+    with pytest.raises(RuntimeError, match="dense, real gradients only"):
+        optimizer.step(wrapper.closure(optimizer, model, x[:, None], y))
+
+
+def test_every_method_of_the_family_is_held_to_this():
+    made = {getattr(w.make, "func", w.make).__name__ for w in WRAPPERS.values()}
+    assert made == set(saltflat.sam.__all__)

@@ -64,7 +64,7 @@ def test_an_enclosing_autocast_sees_the_move():
 def test_nothing_to_move():
     with displaced([], []):
         pass
-    with pytest.raises(ValueError, match="1 offsets for 0 parameters"):
+    with pytest.raises(ValueError, match="1 offsets do not fit 0 parameters"):
         displaced([], [torch.ones(1)])
 
 
@@ -113,6 +113,22 @@ def test_a_frozen_pass_normalises_as_in_training_and_leaves_no_trace(make):
     assert [vars(m).get("momentum") for m in layer.modules()] == [
         s.get("momentum") for s in settings
     ]
+
+
+def test_offsets_of_another_shape_move_nothing():
+    first, second = torch.zeros(2), torch.zeros(2)
+    with pytest.raises(ValueError, match="in number or shape"):
+        displaced([first, second], [torch.ones(2), torch.ones(3)])
+    assert first.tolist() == [0, 0]
+
+
+def test_a_layer_that_comes_later_or_changes_mode_inside_is_frozen_too():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.randn(8, 4)
+    guard = frozen_running_stats(model)
+    model[1] = nn.BatchNorm1d(4).eval()
+    with guard:
+        model.train()(x)
+    assert model[1].num_batches_tracked == 0
 
 
 def test_layers_in_eval_mode_go_on_using_their_statistics():

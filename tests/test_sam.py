@@ -9,7 +9,7 @@ from references import MomentumSGD, sam_family_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM
+from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM, _algebra
 
 BASE = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -149,6 +149,39 @@ def test_asam_differs_from_pytorch_optimizers_on_vectors_alone():
     torch.testing.assert_close(twin.weight, model.weight)
 
 
+def test_looksam_takes_no_rounding_error_for_a_direction():
+    assert_close(train(lambda base: LookSAM(base, rho=1e-7)), train(plain))
+
+
+def test_esam_wants_the_rows_it_asks_for():
+    model = nn.Linear(FEATURES, CLASSES)
+    optimizer = ESAM(torch.optim.SGD(model.parameters(), lr=0.1), gamma=0.5)
+    x, y = dataset().tensors
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="asked for 12 rows and returned 24 losses"):
+        optimizer.step(lambda rows: cross_entropy(model(x), y, reduction="none"))
+    assert torch.equal(model.weight, before)
+
+
+def test_a_groups_own_rho_outlives_a_plain_checkpoint():
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "rho": 0.0}]
+    optimizer = SAM(torch.optim.SGD(groups, lr=0.1))
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    optimizer.load_state_dict(torch.optim.SGD(groups, lr=0.5).state_dict())
+    assert [optimizer._rho(group) for group in optimizer.param_groups] == [0.05, 0.0]
+    other = ASAM(optimizer.base_optimizer)
+    other.load_state_dict(optimizer.state_dict())
+    assert [other._rho(group) for group in other.param_groups] == [0.5, 0.0]
+
+
+def test_inner_products_of_half_precision_do_not_overflow():
+    big = [torch.full((4,), 300.0, dtype=torch.float16)]
+    small = [torch.full((4,), 1e-4, dtype=torch.float16)]
+    assert _algebra.inner(big, big).item() == 360_000.0
+    assert _algebra.inner(small, small).item() == pytest.approx(4e-8, rel=1e-2)
+
+
 def plain(base):
     return base
 
@@ -156,8 +189,8 @@ def plain(base):
 ROOTS = {
     "sam": lambda base: SAM(base, rho=0.0),
     "asam": lambda base: ASAM(base, rho=0.0),
-    "gsam": lambda base: GSAM(base, rho=0.0, rho_min=0.0, alpha=0.0),
-    "looksam": lambda base: LookSAM(base, rho=0.0, alpha=0.0),
+    "gsam": lambda base: GSAM(base, rho=0.0, rho_min=0.0),
+    "looksam": lambda base: LookSAM(base, rho=0.0),
     "msam": lambda base: MSAM(base, rho=0.0),
     "esam": lambda base: ESAM(base, rho=0.0, gamma=1.0),
 }

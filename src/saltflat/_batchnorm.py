@@ -21,27 +21,25 @@ class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_runn
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        modules = [] if model is None else list(model.modules())
-        self._batchnorms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self._others = [
-            m
-            for m in modules
-            if not isinstance(m, nn.modules.batchnorm._BatchNorm)
-            and isinstance(getattr(m, "running_mean", None), Tensor)
-        ]
-        self._entered: list[tuple[list[bool], list[dict[str, Any]]]] = []
+        self._model = model
+        self._entered: list[tuple[_Flags, _Copies]] = []
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        flags = [module.track_running_stats for module in self._batchnorms]
-        # Only in training do they track; in evaluation the flag chooses which statistics are used.
-        for module in self._batchnorms:
-            module.track_running_stats = module.track_running_stats and not module.training
-        copies = [
-            {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
-            for module in self._others
-        ]
+        flags: _Flags = []
+        copies: _Copies = []
+        for module in () if self._model is None else self._model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                flags.append((module, module.track_running_stats))
+            elif isinstance(getattr(module, "running_mean", None), Tensor):
+                copies += [(b, b.clone()) for b in module.buffers(recurse=False)]
         self._entered.append((flags, copies))
+        try:
+            for module, _ in flags:
+                module.track_running_stats = False
+        except BaseException:
+            self.__exit__()
+            raise
 
     @torch.no_grad()
     def __exit__(
@@ -50,9 +48,13 @@ class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_runn
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        flags, copies = self._entered.pop()
-        for module, flag in zip(self._batchnorms, flags, strict=True):
+        flags, copies = self._entered[-1]
+        for module, flag in flags:
             module.track_running_stats = flag
-        for other, buffers in zip(self._others, copies, strict=True):
-            for name, buffer in buffers.items():
-                getattr(other, name).copy_(buffer)
+        for buffer, copy in copies:
+            buffer.copy_(copy)
+        self._entered.pop()
+
+
+_Flags = list[tuple[Any, bool]]
+_Copies = list[tuple[Tensor, Tensor]]

@@ -32,8 +32,10 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
     """
 
     def __init__(self, parameters: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
-        if len(parameters) != len(offsets):
-            raise ValueError(f"{len(offsets)} offsets for {len(parameters)} parameters")
+        if [p.shape for p in parameters] != [e.shape for e in offsets]:
+            raise ValueError(
+                f"{len(offsets)} offsets do not fit {len(parameters)} parameters in number or shape"
+            )
         self._parameters = list(parameters)
         self._offsets = list(offsets)
         self._saved: list[tuple[Tensor, ...]] = []
@@ -43,7 +45,11 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         if self._parameters:
             # Times one: a copy of all of them in one call.
             self._saved.append(torch._foreach_mul(self._parameters, 1))
-            torch._foreach_add_(self._parameters, self._offsets)
+            try:
+                torch._foreach_add_(self._parameters, self._offsets)
+            except BaseException:
+                self.__exit__()
+                raise
         torch.clear_autocast_cache()  # or an enclosing autocast goes on with the weights of before
 
     @torch.no_grad()
@@ -53,6 +59,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        if self._parameters:
-            torch._foreach_copy_(self._parameters, self._saved.pop())
+        if self._saved:
+            torch._foreach_copy_(self._parameters, self._saved[-1])
+            self._saved.pop()
         torch.clear_autocast_cache()

@@ -15,11 +15,12 @@ def norm(tensors: list[Tensor]) -> Tensor:
 
 
 def inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """The inner product of two lists, summed in at least float32."""
-    products = torch._foreach_mul(left, right)
+    """The inner product of two lists, in at least float32."""
+    dtype = _dtype(left)
+    products = torch._foreach_mul([a.to(dtype) for a in left], [b.to(dtype) for b in right])
     # One long vector and one sum: two launches, where a sum for each would be hundreds.
     flat = torch.cat([product.flatten().to(products[0].device) for product in products])
-    return flat.sum(dtype=_dtype(left))
+    return flat.sum()
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:

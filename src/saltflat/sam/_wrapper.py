@@ -10,8 +10,10 @@ so schedulers, checkpoints and `add_param_group` need to know nothing of it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ class SharpnessAware(Optimizer):
             graph holds one kind of step: capture one of each.
         model: The model, so that its BatchNorm statistics are those of the first pass alone.
         m_sharpness: Under DistributedDataParallel, let each rank climb along the gradient of its
-            own part of the batch (the SAM paper's m-sharpness) instead of all along the mean.
+            own part of the batch (the SAM paper's m-sharpness) instead of all along the mean. Of
+            `step`; in the two-call form, run the first pass under `model.no_sync()`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -50,12 +53,14 @@ class SharpnessAware(Optimizer):
         model: nn.Module | None = None,
         m_sharpness: bool = False,
     ) -> None:
-        if not isinstance(base_optimizer, Optimizer):
+        if not isinstance(base_optimizer, Optimizer) or isinstance(
+            base_optimizer, SharpnessAware | torch.optim.LBFGS
+        ):
             raise ValueError(
-                f"{type(self).__name__} wraps an optimizer, e.g. torch.optim.SGD(parameters, lr), "
-                f"got {type(base_optimizer).__name__}"
+                f"{type(self).__name__} wraps an optimizer that steps without a closure, e.g. "
+                f"torch.optim.SGD(parameters, lr), got {type(base_optimizer).__name__}"
             )
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        if isinstance(interval, bool) or operator.index(interval) < 1:
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
         if m_sharpness and not isinstance(model, DistributedDataParallel):
             raise ValueError("m_sharpness needs model=, the DistributedDataParallel in training")
@@ -67,11 +72,12 @@ class SharpnessAware(Optimizer):
         self.model = model
         self.m_sharpness = m_sharpness
         self.steps = 0
-        self._statistics = frozen_running_stats(model)
         self._first_step_done = False
+        self._base_steps = False
         self._displacement: displaced | None = None
+        self._check_group({"rho": rho})
         for group in self.param_groups:
-            self._take_in(group)
+            self._check_group(group)
 
     # What belongs to the base optimizer.
 
@@ -87,20 +93,27 @@ class SharpnessAware(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it may have its own rho."""
+        self._check_group(param_group)
         self.base_optimizer.add_param_group(param_group)
-        self._take_in(self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and the method's own under "method"."""
         return {**self.base_optimizer.state_dict(), "method": self._method_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. The base optimizer's own will do: the method starts anew."""
+        """Load what `state_dict` gave; a step that was under way is cancelled.
+
+        The state of the base optimizer alone, or of another method, will do: this one starts anew.
+        """
+        self.cancel()
+        own = [group.get("rho") for group in self.param_groups]
         base = {name: part for name, part in state_dict.items() if name != "method"}
         self.base_optimizer.load_state_dict(base)
-        for group in self.param_groups:
-            self._take_in(group)
-        self._load_method_state(state_dict.get("method", {}))
+        for group, rho in zip(self.param_groups, own, strict=True):
+            if rho is not None:
+                group.setdefault("rho", rho)
+        method = state_dict.get("method", {})
+        self._load_method_state(method if method.get("name") == type(self).__name__ else {})
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler hangs a "step" on its optimizer that belongs to that very one.
@@ -124,14 +137,17 @@ class SharpnessAware(Optimizer):
             RuntimeError: Without a closure, or if it does no backward pass; the weights are then
                 as they were.
         """
+        if self._base_steps:  # called by a GradScaler, from second_step
+            return self.base_optimizer.step()  # type: ignore[return-value]
         closure = self._required(closure)
         before = random_state(self._parameters())
         with self._first_pass():
-            loss = closure()
-        if self.first_step():
-            with self._second_pass(before):
-                closure()
-        self.second_step()
+            loss = self._pass(closure)
+        with self._or_cancel():
+            if self.first_step():
+                with self._second_pass(before):
+                    self._pass(closure)
+            self.second_step()
         return loss
 
     @torch.no_grad()
@@ -160,8 +176,9 @@ class SharpnessAware(Optimizer):
         """Come back, and let the base optimizer step with the gradients of the second pass.
 
         Args:
-            scaler: What scaled the losses, if anything did. It unscales the gradients, and leaves
-                the step out if they overflowed in either pass.
+            scaler: What scaled the losses, if anything did. It unscales the gradients, unless
+                `scaler.unscale_(optimizer)` has done so already, for clipping; and leaves the step
+                out if they overflowed in either pass.
 
         Raises:
             RuntimeError: Without a `first_step`.
@@ -169,18 +186,30 @@ class SharpnessAware(Optimizer):
         if not self._first_step_done:
             raise RuntimeError("second_step comes after first_step, which was not called")
         climbed = self._displacement is not None
-        self._come_back()
-        self._combine(climbed, scaled=scaler is not None)
+        self.cancel()
+        self._combine(climbed, scaler)
         if scaler is None:
             self.base_optimizer.step()
         else:
-            scaler.step(self.base_optimizer)
+            self._base_steps = True
+            try:
+                scaler.step(self)
+            finally:
+                self._base_steps = False
+        torch.clear_autocast_cache()
         self.steps += 1
         self._opt_called = True  # what a scheduler that was given the wrapper looks for
 
+    def cancel(self) -> None:
+        """Give up a step between `first_step` and `second_step`: the weights come back."""
+        if self._displacement is not None:
+            self._displacement.__exit__()
+            self._displacement = None
+        self._first_step_done = False
+
     def frozen_running_stats(self) -> frozen_running_stats:
         """The context for a second pass that leaves BatchNorm's statistics alone."""
-        return self._statistics
+        return frozen_running_stats(self.model)
 
     # What makes up a method.
 
@@ -192,22 +221,26 @@ class SharpnessAware(Optimizer):
         """How far to climb from the weights, given the gradients there."""
         raise NotImplementedError
 
-    def _combine(self, climbed: bool, scaled: bool) -> None:
+    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
         """Make the gradients to step with of those that the last pass left; by default, these.
 
         Args:
             climbed: Whether there were two passes.
-            scaled: Whether the gradients are scaled, and may have overflowed.
+            scaler: What scaled their losses; the gradients may have overflowed.
         """
 
     def _method_state(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"name": type(self).__name__, "steps": self.steps}
 
     def _load_method_state(self, state: dict[str, Any]) -> None:
         self.steps = state.get("steps", 0)
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
-        return group["rho"]
+        return group.get("rho", self.rho)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if not 0 <= group.get("rho", self.rho) < inf:
+            raise ValueError(f"rho must be 0 or more, got {group['rho']}")
 
     # Parts of a step.
 
@@ -219,21 +252,31 @@ class SharpnessAware(Optimizer):
 
     @contextmanager
     def _second_pass(self, before: RandomState) -> Iterator[None]:
-        """A pass with the first one's random numbers that leaves no trace but gradients.
-
-        Whatever goes wrong in it brings the weights back.
-        """
+        """A pass with the first one's random numbers that leaves no trace but gradients."""
         after = random_state(self._parameters())
         try:
             set_random_state(before)
             with self.frozen_running_stats():
                 yield
-            self._gradients()
-        except BaseException:
-            self._come_back()
-            raise
         finally:
             set_random_state(after)
+
+    @contextmanager
+    def _or_cancel(self) -> Iterator[None]:
+        """Whatever goes wrong, an interrupt included, brings the weights back."""
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _pass(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Call the closure, which must leave gradients of its own."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        loss = closure()
+        self._gradients()
+        return loss
 
     def _climbs(self) -> bool:
         """Whether this step takes a second pass."""
@@ -243,13 +286,6 @@ class SharpnessAware(Optimizer):
         self._displacement = displaced(parameters, offsets)
         self._displacement.__enter__()
 
-    def _come_back(self) -> None:
-        """To the weights of before, ready for the next step."""
-        self._first_step_done = False
-        if self._displacement is not None:
-            self._displacement.__exit__()
-            self._displacement = None
-
     def _required(self, closure: Any) -> Any:
         if closure is None:
             raise RuntimeError(
@@ -257,11 +293,6 @@ class SharpnessAware(Optimizer):
                 "forward and backward and returns the loss; or use first_step and second_step"
             )
         return torch.enable_grad()(closure)
-
-    def _take_in(self, group: dict[str, Any]) -> None:
-        group.setdefault("rho", self.rho)
-        if not group["rho"] >= 0:
-            raise ValueError(f"rho must be 0 or more, got {group['rho']}")
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -271,6 +302,8 @@ class SharpnessAware(Optimizer):
         pairs = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         if not pairs:
             raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
+        if any(g.is_sparse or g.is_complex() for _, g in pairs):
+            raise RuntimeError("the SAM family takes dense, real gradients only")
         return [p for p, _ in pairs], [g for _, g in pairs]
 
     def _times_rho_(self, parameters: list[Tensor], tensors: list[Tensor], factor: Tensor) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from saltflat.sam._random import random_state, set_random_state
@@ -24,8 +22,7 @@ class ESAM(SAM):
     1 / beta. (b) The second pass is over the gamma share of the batch whose loss rose most.
 
     A step is a pass over the batch, a forward pass over it where the climb ended (none if gamma is
-    1), and a pass over the share. The first backward pass leaves out the tensors that do not join,
-    unless the model is compiled or under DistributedDataParallel, which expect all gradients.
+    1), and a pass over the share.
 
     Args:
         base_optimizer: The optimizer that takes the steps.
@@ -77,27 +74,24 @@ class ESAM(SAM):
             RuntimeError: Without a closure, or if it does not return a loss for each row; the
                 weights are then as they were.
         """
+        if self._base_steps:
+            return super().step()
         if closure is None:
             raise RuntimeError(
                 "ESAM.step needs a closure that takes the rows to use (None: all) and returns the "
                 "loss of each; or use first_step, select and second_step"
             )
         before = random_state(self._parameters())
-        with self._without_gradients(self._left_out()):
-            losses = self._backward(closure, None)
-        if not any(p.grad is not None for p in self._parameters()):
-            # None of the tensors that join is in use: the same pass again, for all.
-            set_random_state(before)
-            with self.frozen_running_stats():
-                losses = self._backward(closure, None)
-        if self.first_step(losses):
-            with self._second_pass(before):
-                rows = None
-                if self.gamma < 1:
-                    rows = self.select(closure(None))
-                    set_random_state(before)
-                self._backward(closure, rows)
-        self.second_step()
+        losses = self._backward(closure, None)
+        with self._or_cancel():
+            if self.first_step(losses):
+                with self._second_pass(before):
+                    rows = None
+                    if self.gamma < 1:
+                        rows = self.select(closure(None))
+                        set_random_state(before)
+                    self._backward(closure, rows)
+            self.second_step()
         return losses.mean()
 
     @torch.no_grad()
@@ -122,13 +116,18 @@ class ESAM(SAM):
         self.zero_grad()
         with torch.enable_grad():
             losses = closure(rows)
-            if losses.dim() != 1:
+            expected = None if rows is None else len(rows)
+            if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.requires_grad:
                 raise RuntimeError(
-                    "ESAM's closure must return the loss of each row, e.g. with reduction='none', "
-                    f"got shape {tuple(losses.shape)}"
+                    "ESAM's closure must return the loss of each row, e.g. of reduction='none', "
+                    "as a vector that has a gradient"
                 )
-            if losses.requires_grad:
-                losses.mean().backward()
+            if expected not in (None, len(losses)):
+                raise RuntimeError(
+                    f"ESAM's closure was asked for {expected} rows and returned {len(losses)} "
+                    "losses: it must use the rows it is given"
+                )
+            losses.mean().backward()
         return losses.detach()
 
     def _joining(self) -> set[int]:
@@ -142,31 +141,10 @@ class ESAM(SAM):
         joining = {id(p) for p in parameters if choice.random() < self.beta}
         return joining or {id(choice.choice(parameters))}
 
-    def _left_out(self) -> list[Tensor]:
-        """The parameters whose gradient the first pass need not compute."""
-        model = self.model
-        if model is None or not self._climbs():
-            return []
-        compiled = isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-        if compiled or model._compiled_call_impl or isinstance(model, DistributedDataParallel):
-            return []
-        joining = self._joining()
-        return [p for p in self._parameters() if p.requires_grad and id(p) not in joining]
-
-    @contextmanager
-    def _without_gradients(self, parameters: list[Tensor]) -> Iterator[None]:
-        try:
-            for parameter in parameters:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-
     def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
         joining = self._joining()
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
-        return group["rho"] / self.beta
+        return super()._rho(group) / self.beta

@@ -26,7 +26,8 @@ class GSAM(SAM):
         rho: 0.04 for ResNet-50 and ResNet-101 on ImageNet, 0.6 for ViT-S/32.
         rho_min: 0.02 for these ResNets, 0 for ViT-S/32.
         alpha: 0.01 for these ResNets, 0.4 for ViT-S/32.
-        lr_max: The learning rate at which rho is `rho`; None: the one the group was built with.
+        lr_max: The learning rate at which rho is `rho`; None: the schedule's highest, where it is
+            noted in the groups as "max_lr" or "initial_lr", or else the optimizer's own.
         lr_min: The learning rate at which rho is `rho_min`.
         interval: Climb in every `interval`-th step only; the others are plain steps.
         model: The model, so that its BatchNorm statistics are those of the first pass alone.
@@ -55,32 +56,45 @@ class GSAM(SAM):
         self.rho_min = rho_min
         self.lr_max = lr_max
         self.lr_min = lr_min
+        self._first_lr: float | None = None
         self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
-    def _take_in(self, group: dict[str, Any]) -> None:
-        super()._take_in(group)
-        # A schedule built before keeps its peak in one of these.
-        peak = group.get("max_lr", group.get("initial_lr", group["lr"]))
-        group.setdefault("lr_max", float(peak) if self.lr_max is None else self.lr_max)
-        if not group["lr_max"] > self.lr_min:
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if "lr" in group and not self._peak(group) > self.lr_min:
             raise ValueError(
-                f"lr_max must be above lr_min={self.lr_min}, got {group['lr_max']}: give the "
+                f"lr_max must be above lr_min={self.lr_min}, got {self._peak(group)}: give the "
                 "schedule's highest learning rate as lr_max"
             )
 
+    def _peak(self, group: dict[str, Any]) -> float:
+        """The highest learning rate: as given, or as a schedule notes it, or the first one."""
+        if self.lr_max is not None:
+            return self.lr_max
+        first = self.defaults["lr"] if self._first_lr is None else self._first_lr
+        return group.get("max_lr", group.get("initial_lr", first))
+
+    def _method_state(self) -> dict[str, Any]:
+        return {**super()._method_state(), "first_lr": self._first_lr or self.defaults["lr"]}
+
+    def _load_method_state(self, state: dict[str, Any]) -> None:
+        super()._load_method_state(state)
+        self._first_lr = state.get("first_lr", self._first_lr)
+
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
         """rho_min + (rho - rho_min) * (lr - lr_min) / (lr_max - lr_min), within the two."""
-        share = (group["lr"] - self.lr_min) / (group["lr_max"] - self.lr_min)
+        share = (group["lr"] - self.lr_min) / (self._peak(group) - self.lr_min)
         share = share.clamp(0, 1) if isinstance(share, Tensor) else min(max(share, 0.0), 1.0)
-        lowest = min(self.rho_min, group["rho"])
-        return lowest + (group["rho"] - lowest) * share
+        rho = group.get("rho", self.rho)
+        lowest = min(self.rho_min, rho)
+        return lowest + (rho - lowest) * share
 
     def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         self._first = (parameters, copies(gradients))
         return super()._offsets(parameters, gradients)
 
-    def _combine(self, climbed: bool, scaled: bool) -> None:
+    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
         if not climbed:
             return
         pairs = [(p.grad, g) for p, g in zip(*self._first, strict=True) if p.grad is not None]
@@ -88,7 +102,17 @@ class GSAM(SAM):
         if self.alpha == 0 or not pairs:
             return
         adversarial, plain = [list(part) for part in zip(*pairs, strict=True)]
+        if scaler is not None and self._unscaled_by(scaler):
+            torch._foreach_div_(plain, scaler.get_scale())
         share = ratio(inner(plain, adversarial), inner(adversarial, adversarial))
-        # g_adv - alpha (g - share g_adv)
-        scale_(adversarial, 1 + self.alpha * share)
-        torch._foreach_add_(adversarial, plain, alpha=-self.alpha)
+        # g_adv - alpha (g - share g_adv), which is g_adv exactly where the two agree
+        parallel = copies(adversarial)
+        scale_(parallel, share)
+        torch._foreach_sub_(parallel, plain)
+        torch._foreach_add_(adversarial, parallel, alpha=self.alpha)
+
+    def _unscaled_by(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether the second pass's gradients are unscaled already, for clipping."""
+        if not scaler.is_enabled():
+            return False
+        return bool(scaler._per_optimizer_states[id(self)]["stage"].name == "UNSCALED")

@@ -46,17 +46,18 @@ class LookSAM(SAM):
         self.alpha = alpha
         self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._kept: dict[Tensor, Tensor] = {}
+        self._kept_norm: Tensor | None = None
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
     def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         self._first = (parameters, copies(gradients))
         return super()._offsets(parameters, gradients)
 
-    def _combine(self, climbed: bool, scaled: bool) -> None:
+    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
         if not climbed:
             self._reuse()
         elif self.interval > 1:
-            self._keep(scaled)
+            self._keep(scaled=scaler is not None)
         self._first = ([], [])
 
     def _keep(self, scaled: bool) -> None:
@@ -69,24 +70,27 @@ class LookSAM(SAM):
         share = ratio(inner(adversarial, plain), inner(plain, plain))
         scale_(plain, share)
         orthogonal = list(torch._foreach_sub(adversarial, plain))
-        if scaled:  # after an overflow there is nothing to keep: zero, which is added in vain
-            usable = norm(orthogonal).isfinite()
+        length, whole = norm(orthogonal), norm(adversarial)
+        # What is no longer than rounding is no direction.
+        usable = length.isfinite() & (length > 100 * torch.finfo(length.dtype).eps * whole)
+        if scaled:  # after an overflow: infinities times zero would be NaN
             orthogonal = [torch.where(usable.to(v.device), v, 0.0) for v in orthogonal]
         self._kept = dict(zip(parameters, orthogonal, strict=True))
+        self._kept_norm = torch.where(usable, length, 0.0)
 
     def _reuse(self) -> None:
         """Add alpha |g| / |g_v| g_v to the gradient."""
         both = [(p.grad, kept) for p, kept in self._kept.items() if p.grad is not None]
-        if not both:
+        if not both or self._kept_norm is None:
             return
         _, gradients = self._gradients()
         added = copies([kept for _, kept in both])
-        scale_(added, self.alpha * ratio(norm(gradients), norm(list(self._kept.values()))))
+        scale_(added, self.alpha * ratio(norm(gradients), self._kept_norm))
         torch._foreach_add_([gradient for gradient, _ in both], added)
 
     def _method_state(self) -> dict[str, Any]:
         kept = {i: self._kept[p] for i, p in enumerate(self._parameters()) if p in self._kept}
-        return {**super()._method_state(), "kept": kept}
+        return {**super()._method_state(), "kept": kept, "kept_norm": self._kept_norm}
 
     def _load_method_state(self, state: dict[str, Any]) -> None:
         super()._load_method_state(state)
@@ -95,3 +99,5 @@ class LookSAM(SAM):
             parameters[i]: kept.to(parameters[i].device, copy=True)
             for i, kept in state.get("kept", {}).items()
         }
+        length = state.get("kept_norm")
+        self._kept_norm = None if length is None else length.to(parameters[0].device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +57,6 @@ class MSAM(SharpnessAware):
         self.adaptive = adaptive
         self.eta = eta
         super().__init__(base_optimizer, rho=rho, model=model)
-        for group in self.param_groups:
-            if "betas" not in group and not group.get("momentum"):
-                raise ValueError(
-                    "MSAM moves along the momentum, and the base optimizer has none: give it "
-                    "momentum=0.9, say"
-                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor:  # type: ignore[override]
@@ -70,15 +65,13 @@ class MSAM(SharpnessAware):
         Returns:
             Its loss, at the weights that it moved to.
         """
+        if self._base_steps:
+            return super().step()
         closure = self._required(closure)
-        self.first_step()
-        try:
-            loss: Tensor = closure()
-            self._gradients()
-        except BaseException:
-            self._come_back()
-            raise
-        self.second_step()
+        with self._or_cancel():
+            self.first_step()
+            loss = self._pass(closure)
+            self.second_step()
         return loss
 
     @torch.no_grad()
@@ -95,7 +88,7 @@ class MSAM(SharpnessAware):
             raise RuntimeError("first_step was called twice: finish the step with second_step")
         momenta = {p: self._momentum(p) for p in self._parameters()}
         moved = {p: m for p, m in momenta.items() if m is not None and p.requires_grad}
-        if self.steps and not moved:
+        if self.state and not moved:
             raise RuntimeError(
                 f"{type(self.base_optimizer).__name__} keeps its momentum under none of the names "
                 f"{', '.join(self._BUFFERS)}: MSAM cannot find it"
@@ -104,6 +97,15 @@ class MSAM(SharpnessAware):
             self._climb(list(moved), self._offsets(list(moved), list(moved.values())))
         self._first_step_done = True
         return True
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        settings = {**self.defaults, **group}
+        if "betas" not in settings and not settings.get("momentum"):
+            raise ValueError(
+                "MSAM moves along the momentum, and the base optimizer has none: give it "
+                "momentum=0.9, say"
+            )
 
     def _momentum(self, parameter: Tensor) -> Tensor | None:
         state = self.state.get(parameter, {})
