@@ -1,4 +1,4 @@
-# make demo   set up what is missing, then train on scikit-learn's digits with SAF
+# make demo   set up what is missing, then compare SGD, SAM, SAF and MESA on scikit-learn's digits
 # make test   set up what is missing, then lint and run every test
 # make lint   ruff and mypy alone
 # make clean  remove the set-up
@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: demo test lint setup clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods [base,sam,saf,mesa] --jobs 2 --out runs/demo
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto
@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	$(call step,look for Python 3.11 or newer,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))')
 	$(call step,make $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call step,bring pip up to date,$(BIN)/python -m pip install -q --upgrade -c constraints.txt pip)
-	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e . --group dev)
+	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[train]" --group dev)
 	@touch $@
 
 clean:

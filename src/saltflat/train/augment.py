@@ -1,0 +1,247 @@
+"""From raw samples to batches: a crop, a flip, a blank square, another image mixed in.
+
+Chance enters through `stream` alone. The order of an epoch and the numbers that augment each sample
+come from (seed, epoch), what is mixed from (seed, epoch, step): so a batch is the same whatever the
+number of workers and whichever batches came before, and a run may go on from any step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from saltflat.indexed import with_index
+from saltflat.train.config import DataConfig, _require
+from saltflat.train.data import Data
+
+ORDER, AUGMENT, MIX = range(3)
+"""What a stream of random numbers is for."""
+
+
+class Mixed(NamedTuple):
+    """How a batch was mixed: loss = share * ce(labels) + (1 - share) * ce(labels[partner])."""
+
+    partner: Tensor
+    share: float
+
+
+class Batch(NamedTuple):
+    """What a training step gets, on the CPU."""
+
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
+    images: Tensor
+    labels: Tensor
+    mixed: Mixed | None
+
+
+class TrainLoader:
+    """The batches of an epoch, shuffled, augmented and normalised; a last, smaller one is dropped.
+
+    Raises:
+        ValueError: If a batch is larger than the training set, or the cutout than an image.
+    """
+
+    def __init__(self, data: Data, config: DataConfig, seed: int) -> None:
+        size, samples = config.batch_size, len(data.train)
+        _require(size <= samples, f"batch_size {size} exceeds the {samples} training samples")
+        side, hole = data.image_size, config.cutout
+        _require(hole <= side, f"cutout {hole} exceeds the side of an image, {side}")
+        self.data, self.config, self.seed = data, config, seed
+
+    def __len__(self) -> int:
+        return len(self.data.train) // self.config.batch_size
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch but the first `skip`; the rest are the same, bit for bit."""
+        _require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
+        size, samples = self.config.batch_size, len(self.data.train)
+        order = stream(self.seed, epoch, ORDER).permutation(samples)
+        steps = order[skip * size : len(self) * size].reshape(-1, size).tolist()
+        draws = draw(self.seed, epoch, samples, shapes=self.config.augment == "inception")
+        collate = partial(training_batch, data=self.data, config=self.config, draws=draws)
+        loader = _loader(with_index(self.data.train), steps, collate, self.config.workers)
+        return (self._mixed(epoch, step, *batch) for step, batch in enumerate(loader, start=skip))
+
+    def _mixed(self, epoch: int, step: int, index: Tensor, images: Tensor, labels: Tensor) -> Batch:
+        rng = stream(self.seed, epoch, MIX, step)
+        mixed = mix_(images, rng, mixup=self.config.mixup, cutmix=self.config.cutmix)
+        return Batch(index, images, labels, mixed)
+
+
+def test_batches(data: Data, batch_size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """The test images, centred and normalised, with their labels, in order."""
+    steps = [step.tolist() for step in torch.arange(len(data.test)).split(batch_size)]
+    return iter(_loader(data.test, steps, partial(plain_batch, data=data), workers))
+
+
+def _loader(
+    dataset: Dataset[Any], steps: list[list[int]], collate: Callable[..., Any], workers: int
+) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_sampler=steps,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        # Its own: from the global one it would draw at each start, and a resumed run starts anew.
+        generator=torch.Generator(),
+    )
+
+
+def plain_batch(samples: Sequence[tuple[Tensor, int]], data: Data) -> tuple[Tensor, Tensor]:
+    """Images and labels, from samples of a test set."""
+    images, labels = zip(*samples, strict=True)
+    whole = torch.stack([centred(image, data.image_size) for image in images])
+    return normalised(whole, data), torch.tensor(labels)
+
+
+def training_batch(
+    samples: Sequence[tuple[int, Tensor, int]], data: Data, config: DataConfig, draws: Draws
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Index, images and labels, from samples that carry their index."""
+    numbers, raw, labels = zip(*samples, strict=True)
+    index = torch.tensor(numbers)
+    flip, place, hole = (numbers[index] for numbers in draws[:3])
+    if config.augment == "inception":
+        parts = zip(raw, draws.shapes[index].tolist(), place.tolist(), strict=True)
+        images = torch.stack([random_part(*part, data.image_size) for part in parts])
+    else:
+        images = torch.stack([centred(image, data.image_size) for image in raw])
+    if config.augment == "basic":
+        images = shifted(images, place)
+    if config.augment != "none":
+        images = torch.where(flip[:, :, None, None] < 0.5, images.flip(-1), images)
+    images = normalised(images, data)
+    if config.cutout:
+        images = cut_out(images, hole, config.cutout)
+    return index, images, torch.tensor(labels)
+
+
+def stream(seed: int, epoch: int, purpose: int, step: int = 0) -> np.random.Generator:
+    """Random numbers that depend on these four alone."""
+    return np.random.default_rng([word % 2**32 for word in (seed, epoch, purpose, step)])
+
+
+class Draws(NamedTuple):
+    """Numbers within [0, 1) for each sample of an epoch."""
+
+    flip: Tensor
+    place: Tensor  # of a crop, down and across
+    hole: Tensor  # its middle, down and across
+    shapes: Tensor  # area and aspect of a random part, ten to try in turn
+
+
+def draw(seed: int, epoch: int, samples: int, *, shapes: bool) -> Draws:
+    """The numbers that augment each sample of an epoch; shapes only where they are asked for."""
+    rng = stream(seed, epoch, AUGMENT)
+    sizes = ((samples, 1), (samples, 2), (samples, 2), (samples if shapes else 0, 10, 2))
+    return Draws(*(torch.from_numpy(rng.random(size, dtype=np.float32)) for size in sizes))
+
+
+def shifted(images: Tensor, place: Tensor) -> Tensor:
+    """Each image of a batch padded with zeros by an eighth of its side, and cropped to its size.
+
+    Example:
+        >>> images = torch.arange(64.0).view(1, 1, 8, 8)
+        >>> shifted(images, place=torch.tensor([[0.5, 0.9]]))[0, 0, 0]
+        tensor([1., 2., 3., 4., 5., 6., 7., 0.])
+    """
+    side = images.shape[-1]
+    offset = (place * (side // 8 * 2 + 1)).long()
+    rows, columns = (offset[:, :, None] + torch.arange(side)).unbind(1)
+    padded = F.pad(images, (side // 8,) * 4).movedim(1, -1)
+    each = torch.arange(len(images))[:, None, None]
+    return padded[each, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+
+
+def random_part(image: Tensor, shapes: list[list[float]], place: list[float], size: int) -> Tensor:
+    """A random part of an image, as `part_box` says, resized to a square."""
+    top, left, down, across = part_box(image.shape[1], image.shape[2], shapes, place)
+    return _resized(image[:, top : top + down, left : left + across], size, size)
+
+
+def part_box(
+    height: int, width: int, shapes: list[list[float]], place: list[float]
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width of 8 to 100 % of the area, with an aspect from 3:4 to 4:3.
+
+    The first of the shapes that fits; if none does, the most of the middle with such an aspect.
+
+    Example:
+        >>> part_box(100, 100, shapes=[[0.5, 0.5]], place=[0.0, 0.99])
+        (0, 27, 73, 73)
+    """
+    for area, aspect in shapes:
+        pixels = (0.08 + 0.92 * area) * height * width
+        ratio = (4 / 3) ** (2 * aspect - 1)
+        across, down = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            top, left = int(place[0] * (height - down + 1)), int(place[1] * (width - across + 1))
+            return top, left, down, across
+    down, across = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+    return (height - down) // 2, (width - across) // 2, down, across
+
+
+def centred(image: Tensor, size: int) -> Tensor:
+    """The middle of an image, its shorter side made 8/7 of the size; whole if it has the size."""
+    height, width = image.shape[1:]
+    if height == width == size:
+        return image
+    scale = size * 8 / 7 / min(height, width)
+    height, width = max(size, round(height * scale)), max(size, round(width * scale))
+    top, left = (height - size) // 2, (width - size) // 2
+    return _resized(image, height, width)[:, top : top + size, left : left + size]
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def normalised(images: Tensor, data: Data) -> Tensor:
+    """Bytes over 255, or floats as they are; minus the mean, over the deviation."""
+    images = images.float() / 255 if images.dtype == torch.uint8 else images
+    return (images - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
+
+
+def cut_out(images: Tensor, hole: Tensor, side: int) -> Tensor:
+    """Each image of a batch with a square zeroed, which may reach beyond its edge."""
+    first = (hole * images.shape[-1]).long() - side // 2
+    distance = torch.arange(images.shape[-1]) - first[:, :, None]
+    down, across = ((distance >= 0) & (distance < side)).unbind(1)
+    return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0.0)
+
+
+def mix_(images: Tensor, rng: np.random.Generator, *, mixup: float, cutmix: float) -> Mixed | None:
+    """Mix a batch with itself, in place, with probability one half: so clean batches remain.
+
+    An alpha of 0 turns mixup or CutMix off; where both are on, either is as likely.
+    """
+    if not (mixup or cutmix) or rng.random() < 0.5:
+        return None
+    blend = bool(mixup) and not (cutmix and rng.random() < 0.5)
+    alpha = mixup if blend else cutmix
+    share = float(rng.beta(alpha, alpha))
+    partner = torch.from_numpy(rng.permutation(len(images)))
+    if blend:
+        images.lerp_(images[partner], 1 - share)
+    else:
+        share = paste_(images, images[partner], share, rng)
+    return Mixed(partner, share)
+
+
+def paste_(images: Tensor, others: Tensor, share: float, rng: np.random.Generator) -> float:
+    """CutMix, in place: a box, cut off at the edge, is the others'; gives the share that stayed."""
+    size = images.shape[-1]
+    side = round(size * math.sqrt(1 - share))
+    first = rng.integers(size, size=2) - side // 2
+    rows, columns = (slice(max(start, 0), start + side) for start in first.tolist())
+    images[..., rows, columns] = others[..., rows, columns]
+    return 1 - images[0, 0, rows, columns].numel() / size**2

@@ -1,0 +1,289 @@
+"""Methods side by side: the same data, seeds and budget, and an honest table.
+
+Speeds are measured apart from the runs, in rounds that take every method in turn, so that all see
+the same machine. Runs that are complete are kept, so an interrupted comparison goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from saltflat.sharpness import sam_sharpness
+from saltflat.train.augment import TrainLoader, test_batches
+from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.config import Config, MethodConfig
+from saltflat.train.data import load_data
+from saltflat.train.loop import RESULT, build, build_step, fit
+from saltflat.train.methods import check_method
+from saltflat.train.models import build_model
+from saltflat.train.statistics import Interval, interval, paired, verdict
+
+SUMMARY, TABLE = "summary.json", "table.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's line in the table."""
+
+    method: str
+    accuracy: Interval
+    """After the last epoch, in percent."""
+    best: float
+    """Mean of the best epochs, which were chosen on the test set."""
+    teacher: float | None
+    """Mean accuracy of the moving average, where there is one."""
+    difference: Interval | None
+    """To the base, paired by seed."""
+    speed: float
+    """Images a second as a share of the base's."""
+    extra_bytes: int
+    """What the method keeps between steps, beside the base optimizer."""
+    sharpness: float
+    """SAM's, rho 0.05, on training images, mean over the seeds."""
+    epochs: int
+
+
+def compare(
+    config: Config,
+    methods: list[MethodConfig],
+    folder: Path | str,
+    *,
+    seeds: int = 3,
+    jobs: int = 1,
+    budget: Literal["epochs", "time"] = "epochs",
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """Train every method with every seed and sum it up.
+
+    Args:
+        config: What all have in common; its method and seed do not matter.
+        methods: The methods; the first is the base that the others are compared with.
+        folder: Where the runs, summary.json and table.md go. Complete runs there are kept.
+        seeds: How many: 0, 1, ...
+        jobs: How many runs at once, each in a process of its own.
+        budget: "time": a method slower than the base trains for as many epochs fewer.
+        say: Told a line about each run.
+
+    Returns:
+        A row for each method.
+
+    Raises:
+        ValueError: If something cannot be run, before anything is.
+    """
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names) or not names or seeds < 1 or jobs < 1:
+        raise ValueError(
+            "methods must be different ones, and seeds and jobs at least 1, got "
+            f"methods {names}, seeds {seeds}, jobs {jobs}"
+        )
+    folder = Path(folder)
+    configs = {m.name: dataclasses.replace(config, method=m) for m in methods}
+    for one in configs.values():
+        check_method(one.method)
+    speeds = _speeds(folder, configs)
+    if budget == "time":
+        configs = {
+            name: dataclasses.replace(one, epochs=max(1, round(one.epochs * min(1, speeds[name]))))
+            for name, one in configs.items()
+        }
+    runs = [
+        (dataclasses.replace(one, seed=seed), folder / name / f"seed{seed}")
+        for seed in range(seeds)
+        for name, one in configs.items()
+    ]
+    _run_all([run for run in runs if not (run[1] / RESULT).exists()], jobs, len(runs), say)
+    rows = _rows(folder, configs, speeds, seeds)
+    _write(folder, config, rows)
+    return rows
+
+
+def _run_all(
+    runs: list[tuple[Config, Path]], jobs: int, total: int, say: Callable[[str], None]
+) -> None:
+    done = total - len(runs)
+    if done:
+        say(f"{done} of {total} runs were complete already")
+    if jobs == 1:
+        for number, (config, path) in enumerate(runs, done + 1):
+            say(f"[{number}/{total}] {_line(path, dataclasses.asdict(fit(config, path)))}")
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        futures = {pool.submit(_fit_alone, c, p, threads): p for c, p in runs}
+        try:
+            for number, future in enumerate(as_completed(futures), done + 1):
+                say(f"[{number}/{total}] {_line(futures[future], future.result())}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _fit_alone(config: Config, path: Path, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    return dataclasses.asdict(fit(config, path))
+
+
+def _line(path: Path, result: dict[str, Any]) -> str:
+    return (
+        f"{path.parent.name} {path.name}: {result['accuracy']:.2f} % in {result['seconds']:.1f} s"
+    )
+
+
+def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> dict[str, float]:
+    """Images a second of each method as a share of the first one's; kept once measured."""
+    path = folder / "speeds.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if known.keys() == configs.keys():
+        return dict(known)
+    steps = {name: _steps(config) for name, config in configs.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - begin)
+    base, *_ = times.values()
+    ratios = {
+        name: median(b / own for b, own in zip(base[1:], spent[1:], strict=True))
+        for name, spent in times.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ratios))
+    return ratios
+
+
+def _steps(config: Config, count: int = 10) -> Callable[[], None]:
+    """Some training steps of a method in an epoch in which all of it is at work."""
+    data = load_data(config.data)
+    loader = TrainLoader(data, config.data, config.seed)
+    torch.manual_seed(0)
+    state, device = build(config, data, len(loader))
+    step = build_step(config, state.training, state.model, device)
+    start = 0 if state.training.term is None else state.training.term.start_epoch
+    state.training.set_epoch(start)
+    state.model.train()
+    batches = [b for b, _ in zip(loader.batches(0), range(count), strict=False)]
+
+    def run() -> None:
+        for batch in batches:
+            step(batch)
+            state.training.after_step(state.model)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def _rows(
+    folder: Path, configs: dict[str, Config], speeds: dict[str, float], seeds: int
+) -> list[Row]:
+    results = {
+        name: [json.loads((folder / name / f"seed{s}" / RESULT).read_text()) for s in range(seeds)]
+        for name in configs
+    }
+    accuracies = {name: [r["accuracy"] for r in found] for name, found in results.items()}
+    base = next(iter(configs))
+    rows = []
+    for name, found in results.items():
+        teachers = [r["teacher_accuracy"] for r in found if r["teacher_accuracy"] is not None]
+        sharpness = [_sharpness(configs[name], folder / name / f"seed{s}") for s in range(seeds)]
+        rows.append(
+            Row(
+                method=name,
+                accuracy=interval(accuracies[name]),
+                best=sum(r["best_accuracy"] for r in found) / seeds,
+                teacher=sum(teachers) / len(teachers) if teachers else None,
+                difference=None if name == base else paired(accuracies[name], accuracies[base]),
+                speed=speeds[name],
+                extra_bytes=found[0]["extra_bytes"],
+                sharpness=sum(sharpness) / seeds,
+                epochs=configs[name].epochs,
+            )
+        )
+    return rows
+
+
+def _sharpness(config: Config, run: Path, images: int = 1024) -> float:
+    """SAM's sharpness of a trained model on training images without augmentation."""
+    found = load_checkpoint(run)
+    assert found is not None
+    data = load_data(dataclasses.replace(config.data, train_size=config.data.train_size))
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+    )
+    model.load_state_dict(found[0])
+    swapped = dataclasses.replace(data, test=data.train)
+    batches = []
+    for x, y in test_batches(swapped, 256):
+        batches.append((x, y))
+        if sum(len(labels) for _, labels in batches) >= images:
+            break
+    return sam_sharpness(model, cross_entropy, batches)
+
+
+def _write(folder: Path, config: Config, rows: list[Row]) -> None:
+    summary = {
+        "config": dataclasses.asdict(config),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "verdicts": verdicts(rows),
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1))
+    header, *lines = table(rows)
+    text = [header, ["---"] * len(header), *lines]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in text)
+    notes = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
+    (folder / TABLE).write_text(f"{describe(config)}\n\n{body}\n\n{notes}\n")
+
+
+def describe(config: Config) -> str:
+    """What was compared, in a line."""
+    data = config.data
+    noise = f", {data.label_noise:.0%} of training labels flipped" if data.label_noise else ""
+    size = f", {data.train_size} training images" if data.train_size else ""
+    return f"{data.name}{size}{noise}; {config.model}, {config.epochs} epochs"
+
+
+def table(rows: list[Row]) -> list[list[str]]:
+    """The header and a line for each row."""
+    lines = [
+        [
+            *("method", "accuracy, last epoch", "difference to the first", "best epoch", "teacher"),
+            *("speed", "extra memory", "sharpness", "epochs"),
+        ]
+    ]
+    for row in rows:
+        lines.append(
+            [
+                row.method,
+                str(row.accuracy),
+                "" if row.difference is None else str(row.difference),
+                f"{row.best:.2f}",
+                "" if row.teacher is None else f"{row.teacher:.2f}",
+                f"{row.speed:.0%}",
+                f"{row.extra_bytes / 2**20:.2f} MiB",
+                f"{row.sharpness:.4f}",
+                str(row.epochs),
+            ]
+        )
+    return lines
+
+
+def verdicts(rows: list[Row]) -> list[str]:
+    """A sentence for each method but the base."""
+    return [verdict(r.method, r.difference) for r in rows if r.difference is not None]

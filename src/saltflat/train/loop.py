@@ -1,0 +1,347 @@
+"""The training loop: one function, read from top to bottom, that knows no method by name.
+
+Everything random depends on the config alone (the order and augmentation of an epoch on its seed
+and number), or is in the checkpoint (torch's generators). So a run that was stopped anywhere, and
+continued from its last checkpoint, ends with the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from saltflat.train.augment import Batch, TrainLoader, test_batches
+from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
+from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerConfig
+from saltflat.train.data import Data, load_data
+from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
+from saltflat.train.methods import Setting, Training, check_method
+from saltflat.train.models import build_model
+from saltflat.train.optim import build_optimizer, build_schedule
+
+CONFIG, RESULT = "config.json", "result.json"
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing is wrong
+    """Ctrl-C: the step was finished and the run saved."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    folder: Path
+    accuracy: float
+    """Of the model on the test set after the last epoch, in percent."""
+    best_accuracy: float
+    """Of its best epoch, which was chosen on the test set."""
+    teacher_accuracy: float | None
+    """Of the moving average after the last epoch, where there is one."""
+    seconds: float
+    """Spent in training steps."""
+    images_per_second: float
+    extra_bytes: int
+    """What the method keeps between steps, beside the base optimizer."""
+
+
+@dataclass
+class State:
+    """All that changes in a run."""
+
+    model: nn.Module
+    training: Training
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    epoch: int = 0
+    step: int = 0
+    """Steps done in the epoch."""
+    batch_size: int = 1
+    best: float = 0.0
+    seconds: float = 0.0
+    sums: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(3))
+    """Over this epoch's images: vanilla loss, extra loss, right answers. Left on the device."""
+
+    def figures(self) -> dict[str, float]:
+        """The epoch's means so far; this waits for the device."""
+        loss, extra, right = (self.sums / (self.step * self.batch_size)).tolist()
+        return {"loss": loss, "extra_loss": extra, "train_accuracy": 100 * right}
+
+    def save(self, run: Path, steps_per_epoch: int) -> Path:
+        state = {
+            "training": self.training.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "random": _random_state(),
+            "progress": {
+                name: getattr(self, name) for name in ("epoch", "step", "best", "seconds", "sums")
+            },
+        }
+        done = self.epoch * steps_per_epoch + self.step
+        return save_checkpoint(run, done, self.model.state_dict(), state)
+
+    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.model.load_state_dict(weights)
+        self.training.load_state_dict(state["training"])
+        self.schedule.load_state_dict(state["schedule"])
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+        _set_random_state(state["random"])
+
+
+def fit(
+    config: Config, folder: Path | str, *, stop: Callable[[int, int], bool] | None = None
+) -> Run:
+    """Train, or go on with training, what a config says.
+
+    Args:
+        config: The run.
+        folder: Where the run is or will be: config.json, metrics.jsonl, checkpoints and, when it
+            is complete, result.json. A folder that holds a run of this config is continued.
+        stop: Asked after every step, with the epoch and the steps done in it, whether to save and
+            stop there, as Ctrl-C does.
+
+    Returns:
+        The figures of the complete run.
+
+    Raises:
+        ValueError: If the config cannot be run, before any training, or the folder holds another.
+        Interrupted: If it was stopped; the run is saved.
+    """
+    run = Path(folder)
+    data = load_data(config.data)
+    loader = TrainLoader(data, config.data, config.seed)
+    torch.manual_seed(config.seed)
+    state, device = build(config, data, len(loader))
+    _claim(run, config)
+    if (checkpoint := load_checkpoint(run)) is not None:
+        state.load(*checkpoint)
+    write_metrics(run, read_metrics(run)[: state.epoch])
+    trackers = build_trackers(config.log, run, dataclasses.asdict(config))
+    model: Any = torch.compile(state.model) if config.compile else state.model
+    step = build_step(config, state.training, model, device)
+
+    done = state.epoch * len(loader) + state.step
+    with progress(config.epochs, len(loader), done) as bar, _stopping() as interrupted:
+        while state.epoch < config.epochs:
+            epoch = state.epoch
+            state.training.set_epoch(epoch)
+            state.model.train()
+            begin = time.perf_counter()
+            for batch in loader.batches(epoch, skip=state.step):
+                figures = step(batch)
+                state.schedule.step()
+                state.training.after_step(state.model)
+                state.sums = state.sums.to(device) + figures
+                state.step += 1
+                bar.step(epoch, len(batch.labels), state.figures)
+                if interrupted() or (stop is not None and stop(epoch, state.step)):
+                    state.seconds += time.perf_counter() - begin
+                    state.save(run, len(loader))
+                    raise Interrupted(run)
+            state.seconds += time.perf_counter() - begin
+            figures_of_epoch = {
+                **state.figures(),
+                "lr": state.training.optimizer.param_groups[0]["lr"],
+                "seconds": state.seconds,
+                **_evaluate(config, data, state, device),
+            }
+            write_metrics(run, [*read_metrics(run), {"epoch": epoch, **figures_of_epoch}])
+            for tracker in trackers:
+                tracker.write(epoch, figures_of_epoch)
+            state.best = max(state.best, figures_of_epoch["accuracy"])
+            state.epoch, state.step, state.sums = epoch + 1, 0, torch.zeros(3)
+            if state.epoch % config.checkpoint_every == 0 or state.epoch == config.epochs:
+                state.save(run, len(loader))
+    last = read_metrics(run)[-1]
+    images = config.epochs * len(loader) * config.data.batch_size
+    result = Run(
+        folder=run,
+        accuracy=last["accuracy"],
+        best_accuracy=state.best,
+        teacher_accuracy=last.get("teacher_accuracy"),
+        seconds=state.seconds,
+        images_per_second=images / max(state.seconds, 1e-9),
+        extra_bytes=state.training.extra_bytes(),
+    )
+    (run / RESULT).write_text(json.dumps({**dataclasses.asdict(result), "folder": str(run)}))
+    return result
+
+
+def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
+    """Model, optimizer, schedule and method, all checked against each other."""
+    method = check_method(config.method)
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+    ).to(device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(model, config.optimizer)
+    setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
+    training = method.build(setting, **config.method.settings)
+    lag = config.method.settings.get("lag", method.settings().get("lag", 0))
+    if lag >= config.epochs:
+        raise ValueError(
+            f"{config.method.name} compares with {lag} epochs ago, and the run has {config.epochs}"
+        )
+    schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
+    return State(model, training, schedule, batch_size=config.data.batch_size), device
+
+
+def build_step(
+    config: Config, training: Training, model: nn.Module, device: torch.device
+) -> Callable[[Batch], Tensor]:
+    """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
+    smoothing = training.label_smoothing
+    smoothing = config.label_smoothing if smoothing is None else smoothing
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def row_losses(logits: Tensor, labels: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+        """Cross-entropy of each row, of both labels where the batch is mixed."""
+        losses = cross_entropy(logits, labels[rows], reduction="none", label_smoothing=smoothing)
+        if batch.mixed is None:
+            return losses
+        other = labels[batch.mixed.partner.to(labels.device)[rows]]
+        others = cross_entropy(logits, other, reduction="none", label_smoothing=smoothing)
+        return batch.mixed.share * losses + (1 - batch.mixed.share) * others
+
+    def step(batch: Batch) -> Tensor:
+        images = batch.images.to(device, non_blocking=True)
+        if config.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        labels = batch.labels.to(device, non_blocking=True)
+        everything = torch.arange(len(labels), device=device)
+        seen: list[Tensor] = []  # of the first pass alone
+
+        def forward(rows: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                logits = model(images[rows] if len(rows) < len(images) else images)
+            return logits, row_losses(logits.float(), labels, batch, rows)
+
+        def whole() -> Tensor:
+            """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
+            training.optimizer.zero_grad()
+            first, losses = not seen, torch.zeros((), device=device)
+            for rows in everything.chunk(config.optimizer.accumulate):
+                logits, row_loss = forward(rows)
+                extra: Tensor | float = 0.0
+                if batch.mixed is None:  # the outputs of a mixture belong to no sample
+                    extra = training.extra_loss(logits, batch.index[rows.cpu()], images[rows])
+                share = len(rows) / len(everything)
+                loss = (row_loss.mean() + extra) * share
+                loss.backward()
+                losses += loss.detach()
+                if first:
+                    seen.append(figures(logits, row_loss, extra, rows))
+            if config.optimizer.clip_norm is not None:
+                nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
+            return losses
+
+        def per_row(rows: Tensor | None) -> Tensor:
+            logits, row_loss = forward(everything if rows is None else rows)
+            if not seen:
+                seen.append(figures(logits, row_loss, 0.0, everything))
+            return row_loss
+
+        def figures(
+            logits: Tensor, row_loss: Tensor, extra: Tensor | float, rows: Tensor
+        ) -> Tensor:
+            extra_sum = torch.as_tensor(extra, device=device).detach() * len(rows)
+            right = (logits.detach().argmax(1) == labels[rows]).sum()
+            return torch.stack([row_loss.detach().sum(), extra_sum.float(), right.float()])
+
+        training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
+        return torch.stack(seen).sum(0)
+
+    return step
+
+
+@torch.no_grad()
+def _evaluate(config: Config, data: Data, state: State, device: torch.device) -> dict[str, float]:
+    """Accuracy on the test set, of the model and of its moving average, in percent."""
+    models = {"": state.model}
+    if state.training.teacher is not None:
+        models["teacher_"] = state.training.teacher
+    state.model.eval()
+    right = dict.fromkeys(models, 0)
+    count = 0
+    for images, labels in test_batches(data, max(config.data.batch_size, 256)):
+        images, labels = images.to(device), labels.to(device)
+        count += len(labels)
+        for name, model in models.items():
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                right[name] += int((model(images).argmax(1) == labels).sum())
+    return {f"{name}accuracy": 100 * hits / count for name, hits in right.items()}
+
+
+def _claim(run: Path, config: Config) -> None:
+    """Write the config beside the run, or check that the run there is of this config."""
+    run.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dataclasses.asdict(config), indent=1)
+    path = run / CONFIG
+    if path.exists() and json.loads(path.read_text()) != json.loads(text):
+        raise ValueError(f"{run} holds a run of another config: choose another folder")
+    path.write_text(text)
+
+
+def read_config(run: Path) -> Config:
+    """The config that a run was started with.
+
+    Raises:
+        ValueError: If there is no run.
+    """
+    path = run / CONFIG
+    if not path.exists():
+        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
+    values = json.loads(path.read_text())
+    data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
+    optimizer = values.pop("optimizer")
+    optimizer["betas"] = tuple(optimizer["betas"])
+    values["log"] = tuple(values["log"])
+    return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """While entered, Ctrl-C is noted rather than raised; a second one is raised."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    try:
+        before = signal.signal(signal.SIGINT, note)
+    except ValueError:  # not in the main thread: nothing to catch there
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,274 @@
+"""The methods that a run can be trained with: one table, from which everything else reads.
+
+The loop knows no method by name. It sees a `Training`: an optimizer whose step takes a closure, a
+term to add to the loss, a teacher to keep and evaluate. Settings and their defaults are those of
+the class's signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from saltflat import sam
+from saltflat._term import TrajectoryTerm
+from saltflat.mesa import MESA
+from saltflat.saf import SAF
+from saltflat.teacher import EMATeacher
+from saltflat.train.config import MethodConfig, nearest
+
+
+@dataclass
+class Training:
+    """A method at work: by default, the base optimizer and nothing else."""
+
+    optimizer: Optimizer
+    term: TrajectoryTerm | None = None
+    """Added to the loss."""
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """The term's loss of logits, index and images."""
+    teacher: EMATeacher | None = None
+    """Averaged after every step and evaluated beside the model."""
+    label_smoothing: float | None = None
+    """Instead of the config's."""
+    per_row: bool = False
+    """Whether the optimizer's closure takes rows and returns the loss of each."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins."""
+        if self.term is not None:
+            self.term.set_epoch(epoch)
+
+    def extra_loss(self, logits: Tensor, index: Tensor, images: Tensor) -> Tensor | float:
+        """What the method adds to the loss of some rows."""
+        return 0.0 if self.loss is None else self.loss(logits, index, images)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Keep the teacher up to date."""
+        if self.teacher is not None:
+            self.teacher.update(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the method's, the whole memory of outputs included."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def extra_bytes(self) -> int:
+        """Bytes that the method keeps between steps, beside the base optimizer's."""
+        memory = self.term.memory.nbytes if isinstance(self.term, SAF) else 0
+        teacher = () if self.teacher is None else self.teacher.state_dict().values()
+        kept = self.optimizer.state_dict().get("method", {}).get("kept", {}).values()
+        return memory + sum(tensor.nbytes for tensor in (*teacher, *kept))
+
+    def _parts(self) -> dict[str, Any]:
+        own = self.term or self.teacher  # a term's teacher is in its own state
+        return {"optimizer": self.optimizer, **({} if own is None else {"method": own})}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is built from."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    num_samples: int
+    num_classes: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table."""
+
+    summary: str
+    passes: str
+    """Forward and backward passes a step."""
+    build: Callable[..., Training]
+    """From a `Setting` and the settings."""
+    signature: Callable[..., Any] | None = None
+    """Where the settings' names and defaults are; None: of `build` itself."""
+    citation: str = "Du et al., Sharpness-Aware Training for Free, NeurIPS 2022"
+    needs_index: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """The names of the settings and their defaults."""
+        parameters = inspect.signature(self.signature or self.build).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in _NOT_SETTINGS}
+
+
+_NOT_SETTINGS = {
+    *("self", "setting", "settings", "base_optimizer", "model", "m_sharpness"),
+    *("num_samples", "num_classes", "process_group"),
+}
+
+
+def _saf(setting: Setting, **settings: Any) -> Training:
+    saf = SAF(setting.num_samples, setting.num_classes, **settings)
+    return Training(setting.optimizer, saf, lambda logits, index, _: saf(logits, index))
+
+
+def _shuffled(setting: Setting, **settings: Any) -> Training:
+    saf = SAF(setting.num_samples, setting.num_classes, **settings)
+
+    def loss(logits: Tensor, index: Tensor, _: Tensor) -> Tensor:
+        # Another permutation every epoch, so what is read under a number was another sample's.
+        generator = torch.Generator().manual_seed(1_000_003 * setting.seed + (saf.epoch or 0))
+        return saf(logits, torch.randperm(setting.num_samples, generator=generator)[index])
+
+    return Training(setting.optimizer, saf, loss)
+
+
+class _Uniform(TrajectoryTerm):
+    """SAF's loss with the uniform distribution for every reference."""
+
+    def __init__(
+        self,
+        *,
+        weight: float = 0.3,
+        temperature: float = 5.0,
+        start_epoch: int = 5,
+        tau_squared: bool = True,
+    ) -> None:
+        super().__init__(
+            weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
+        )
+
+    def forward(self, logits: Tensor) -> Tensor:
+        if not self._check(logits):
+            return self._no_loss(logits)
+        return self._loss(logits, torch.zeros_like(logits), self._finite_rows(logits))
+
+
+def _uniform(setting: Setting, **settings: Any) -> Training:
+    term = _Uniform(**settings)
+    return Training(setting.optimizer, term, lambda logits, *_: term(logits))
+
+
+def _mesa(setting: Setting, **settings: Any) -> Training:
+    mesa = MESA(setting.model, **settings)
+    loss = lambda logits, _, images: mesa(logits, images)  # noqa: E731
+    return Training(setting.optimizer, mesa, loss, teacher=mesa.teacher)
+
+
+def _ema(setting: Setting, **settings: Any) -> Training:
+    return Training(setting.optimizer, teacher=EMATeacher(setting.model, **settings))
+
+
+def _smoothing(setting: Setting, smoothing: float = 0.1) -> Training:
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing must be within [0, 1), got {smoothing}")
+    return Training(setting.optimizer, label_smoothing=smoothing)
+
+
+def _wrapped(wrapper: type[Any], per_row: bool = False) -> Callable[..., Training]:
+    def build(setting: Setting, **settings: Any) -> Training:
+        optimizer = wrapper(setting.optimizer, model=setting.model, **settings)
+        return Training(optimizer, per_row=per_row)
+
+    return build
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "base": Method(
+            "the base optimizer alone",
+            "1 + 1",
+            lambda setting: Training(setting.optimizer),
+            citation="",
+        ),
+        "sam": Method(
+            "step with the gradient at the worst point nearby",
+            "2 + 2",
+            _wrapped(sam.SAM),
+            sam.SAM,
+            "Foret et al., ICLR 2021",
+        ),
+        "asam": Method(
+            "SAM in a neighbourhood that scales with the weights",
+            "2 + 2",
+            _wrapped(sam.ASAM),
+            sam.ASAM,
+            "Kwon et al., ICML 2021",
+        ),
+        "gsam": Method(
+            "SAM that also lowers the loss at the weights themselves",
+            "2 + 2",
+            _wrapped(sam.GSAM),
+            sam.GSAM,
+            "Zhuang et al., ICLR 2022",
+        ),
+        "esam": Method(
+            "SAM on part of the weights and part of the batch",
+            "2.5 + 1.5",
+            _wrapped(sam.ESAM, per_row=True),
+            sam.ESAM,
+            "Du et al., ICLR 2022",
+        ),
+        "looksam": Method(
+            "SAM every few steps, its direction reused between",
+            "1.2 + 1.2",
+            _wrapped(sam.LookSAM),
+            sam.LookSAM,
+            "Liu et al., CVPR 2022",
+        ),
+        "msam": Method(
+            "move against the momentum before the gradient is taken",
+            "1 + 1",
+            _wrapped(sam.MSAM),
+            sam.MSAM,
+            "Becker et al., 2024",
+        ),
+        "saf": Method(
+            "stay near each sample's own outputs some epochs ago",
+            "1 + 1",
+            _saf,
+            SAF,
+            needs_index=True,
+        ),
+        "mesa": Method("stay near the outputs of the moving average", "2 + 1", _mesa, MESA),
+        "label_smoothing": Method(
+            "control: smoothed labels", "1 + 1", _smoothing, citation="Szegedy et al., CVPR 2016"
+        ),
+        "ema": Method(
+            "control: evaluate the moving average, train as the base",
+            "1 + 1",
+            _ema,
+            EMATeacher,
+            "Polyak and Juditsky, 1992",
+        ),
+        "saf_shuffled": Method(
+            "control: SAF with other samples' outputs", "1 + 1", _shuffled, SAF, needs_index=True
+        ),
+        "saf_uniform": Method(
+            "control: SAF toward the uniform distribution", "1 + 1", _uniform, _Uniform
+        ),
+    }
+)
+
+
+def check_method(config: MethodConfig) -> Method:
+    """The row that a config names.
+
+    Raises:
+        ValueError: If there is no such method, or it has no such setting.
+    """
+    if config.name not in METHODS:
+        raise ValueError(f"unknown method {config.name!r}: {nearest(config.name, METHODS)}")
+    method = METHODS[config.name]
+    known = method.settings()
+    for name in config.settings:
+        if name not in known:
+            hint = nearest(name, known) if known else "it has none"
+            raise ValueError(f"{config.name} has no setting {name!r}: {hint}")
+    return method

@@ -1,0 +1,47 @@
+"""The base optimizer, its parameter groups and its schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from saltflat.train.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """SGD or AdamW; with `decay_vectors` off, what has at most one dimension does not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained, "weight_decay": config.weight_decay}]
+    if not config.decay_vectors:
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+
+def warmup_cosine(step: int, warmup: int, total: int) -> float:
+    """The share of the highest learning rate in a step: linear from zero, then cosine to zero.
+
+    Example:
+        >>> [round(warmup_cosine(step, 2, 6), 2) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+
+
+def build_schedule(
+    optimizer: Optimizer, config: OptimizerConfig, epochs: int, steps_per_epoch: int
+) -> LambdaLR:
+    """The schedule of a run, a step at a time."""
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    total = epochs * steps_per_epoch
+    return LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, total))
