@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_names_it(
 ):
     with monkeypatch.context() as full:
         full.setattr(module, function, fails)
-        with pytest.raises(CheckpointError, match="No space left on device.*good one is none"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*good one is none"):
             save(tmp_path, 1)
     assert load_checkpoint(tmp_path) is None
     good = save(tmp_path, 1)

@@ -56,7 +56,11 @@ def test_it_goes_on_where_it_stopped(tmp_path):
 
 
 def test_the_same_budget_of_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "_speeds", lambda folder, configs: {"base": 1.0, "sam": 0.5})
+    speeds = {
+        name: {"images_per_second": 1e3 * ratio, "ratio": ratio}
+        for name, ratio in {"base": 1.0, "sam": 0.5}.items()
+    }
+    monkeypatch.setattr(compare, "_speeds", lambda folder, configs: speeds)
     methods = [MethodConfig("base"), MethodConfig("sam")]
     config = replace(SMALL, epochs=4)
     rows = run(config, methods, tmp_path, seeds=1, budget="time", say=lambda line: None)
@@ -76,9 +80,9 @@ def test_bad_comparisons(methods, kwargs, tmp_path):
 def test_the_table():
     near = Interval(92.0, 91.0, 93.0, 3)
     rows = [
-        Row("base", near, 92.5, None, None, 1.0, 0, 0.01, 40),
-        Row("mesa", near, 93.0, 92.1, Interval(0.5, 0.1, 0.9, 3), 0.8, 2**20, 0.02, 40),
-        Row("sam", near, 93.0, None, Interval(-0.5, -0.9, -0.1, 3), 0.5, 0, 0.02, 40),
+        Row("base", near, 92.5, None, None, 1e4, 1.0, 0, 0.01, 40),
+        Row("mesa", near, 93.0, 92.1, Interval(0.5, 0.1, 0.9, 3), 8e3, 0.8, 2**20, 0.02, 40),
+        Row("sam", near, 93.0, None, Interval(-0.5, -0.9, -0.1, 3), 5e3, 0.5, 0, 0.02, 40),
     ]
     header, _, mesa, _ = table(rows)
     assert dict(zip(header, mesa, strict=True))["extra memory"] == "1.00 MiB"

@@ -79,7 +79,7 @@ def test_a_missing_tensorboard_names_what_to_install(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match="pip install tensorboard$"):
+    with pytest.raises(ImportError, match=r"pip install tensorboard$"):
         TensorBoard(tmp_path)
     assert not any(tmp_path.iterdir())
 

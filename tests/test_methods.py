@@ -112,6 +112,9 @@ def test_a_run_goes_on_bit_for_bit_from_its_state(name, stop):
     rest.epoch(1, skip=stop)
     assert torch.equal(rest.epoch(2), last)
     assert same(rest.state(), whole.state())
+    if whole.training.teacher is not None:
+        ours, theirs = (run.training.teacher.state_dict() for run in (rest, whole))
+        assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "base"])

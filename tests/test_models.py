@@ -20,7 +20,12 @@ PARAMETERS = {
     "pyramidnet110": 28_485_477,
 }
 # Convolutions outside of shortcuts, and the classifier. "28" counts three shortcuts in its place.
-LAYERS = {"cifar_resnet18": 18, "cifar_resnet101": 101, "wrn28_10": 28 - 3 + 1, "pyramidnet110": 110}
+LAYERS = {
+    "cifar_resnet18": 18,
+    "cifar_resnet101": 101,
+    "wrn28_10": 28 - 3 + 1,
+    "pyramidnet110": 110,
+}
 
 
 def on_meta(name, **kwargs):
@@ -68,7 +73,8 @@ def test_any_image_size_gives_logits(name, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "channels", "size"), [("small_cnn", 1, 8), ("small_cnn", 3, 32), ("cifar_resnet18", 3, 32)]
+    ("name", "channels", "size"),
+    [("small_cnn", 1, 8), ("small_cnn", 3, 32), ("cifar_resnet18", 3, 32)],
 )
 def test_every_parameter_gets_a_gradient(name, channels, size, device):
     torch.manual_seed(0)

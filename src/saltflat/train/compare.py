@@ -32,6 +32,9 @@ from saltflat.train.models import build_model
 from saltflat.train.statistics import Interval, interval, paired, verdict
 
 SUMMARY, TABLE = "summary.json", "table.md"
+Speeds = dict[str, dict[str, float]]
+_STEPS = 10
+"""Steps of a round in which speeds are measured."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,10 @@ class Row:
     """Mean accuracy of the moving average, where there is one."""
     difference: Interval | None
     """To the base, paired by seed."""
+    images_per_second: float
+    """In the rounds that took every method in turn; the median."""
     speed: float
-    """Images a second as a share of the base's."""
+    """As a share of the base's in the same round; the median."""
     extra_bytes: int
     """What the method keeps between steps, beside the base optimizer."""
     sharpness: float
@@ -96,7 +101,9 @@ def compare(
     speeds = _speeds(folder, configs)
     if budget == "time":
         configs = {
-            name: dataclasses.replace(one, epochs=max(1, round(one.epochs * min(1, speeds[name]))))
+            name: dataclasses.replace(
+                one, epochs=max(1, round(one.epochs * min(1, speeds[name]["ratio"])))
+            )
             for name, one in configs.items()
         }
     runs = [
@@ -142,8 +149,8 @@ def _line(path: Path, result: dict[str, Any]) -> str:
     )
 
 
-def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> dict[str, float]:
-    """Images a second of each method as a share of the first one's; kept once measured."""
+def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> Speeds:
+    """How fast each method is, and as a share of the first one's; kept once measured."""
     path = folder / "speeds.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     if known.keys() == configs.keys():
@@ -156,16 +163,20 @@ def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> dict[s
             step()
             times[name].append(time.perf_counter() - begin)
     base, *_ = times.values()
-    ratios = {
-        name: median(b / own for b, own in zip(base[1:], spent[1:], strict=True))
+    images = _STEPS * next(iter(configs.values())).data.batch_size
+    speeds = {
+        name: {
+            "images_per_second": images / median(spent[1:]),
+            "ratio": median(b / own for b, own in zip(base[1:], spent[1:], strict=True)),
+        }
         for name, spent in times.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(ratios))
-    return ratios
+    path.write_text(json.dumps(speeds))
+    return speeds
 
 
-def _steps(config: Config, count: int = 10) -> Callable[[], None]:
+def _steps(config: Config) -> Callable[[], None]:
     """Some training steps of a method in an epoch in which all of it is at work."""
     data = load_data(config.data)
     loader = TrainLoader(data, config.data, config.seed)
@@ -175,7 +186,8 @@ def _steps(config: Config, count: int = 10) -> Callable[[], None]:
     start = 0 if state.training.term is None else state.training.term.start_epoch
     state.training.set_epoch(start)
     state.model.train()
-    batches = [b for b, _ in zip(loader.batches(0), range(count), strict=False)]
+    batches = [b for b, _ in zip(loader.batches(0), range(_STEPS), strict=False)]
+    batches = (batches * _STEPS)[:_STEPS]
 
     def run() -> None:
         for batch in batches:
@@ -187,9 +199,7 @@ def _steps(config: Config, count: int = 10) -> Callable[[], None]:
     return run
 
 
-def _rows(
-    folder: Path, configs: dict[str, Config], speeds: dict[str, float], seeds: int
-) -> list[Row]:
+def _rows(folder: Path, configs: dict[str, Config], speeds: Speeds, seeds: int) -> list[Row]:
     results = {
         name: [json.loads((folder / name / f"seed{s}" / RESULT).read_text()) for s in range(seeds)]
         for name in configs
@@ -207,7 +217,8 @@ def _rows(
                 best=sum(r["best_accuracy"] for r in found) / seeds,
                 teacher=sum(teachers) / len(teachers) if teachers else None,
                 difference=None if name == base else paired(accuracies[name], accuracies[base]),
-                speed=speeds[name],
+                images_per_second=speeds[name]["images_per_second"],
+                speed=speeds[name]["ratio"],
                 extra_bytes=found[0]["extra_bytes"],
                 sharpness=sum(sharpness) / seeds,
                 epochs=configs[name].epochs,
@@ -264,7 +275,7 @@ def table(rows: list[Row]) -> list[list[str]]:
     lines = [
         [
             *("method", "accuracy, last epoch", "difference to the first", "best epoch", "teacher"),
-            *("speed", "extra memory", "sharpness", "epochs"),
+            *("images/s", "speed", "extra memory", "sharpness", "epochs"),
         ]
     ]
     for row in rows:
@@ -275,6 +286,7 @@ def table(rows: list[Row]) -> list[list[str]]:
                 "" if row.difference is None else str(row.difference),
                 f"{row.best:.2f}",
                 "" if row.teacher is None else f"{row.teacher:.2f}",
+                f"{row.images_per_second:,.0f}",
                 f"{row.speed:.0%}",
                 f"{row.extra_bytes / 2**20:.2f} MiB",
                 f"{row.sharpness:.4f}",
