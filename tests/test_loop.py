@@ -196,6 +196,10 @@ def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
         (replace(of("saf"), epochs=1), "compares with 1 epochs ago, and the run has 1"),
         (replace(SMALL, data=replace(SMALL.data, batch_size=161)), "batch"),
         (replace(SMALL, method=MethodConfig("safe")), "did you mean 'saf'"),
+        (
+            replace(of("esam"), optimizer=OptimizerConfig(clip_norm=1.0)),
+            "takes neither accumulate nor clip_norm",
+        ),
         (replace(SMALL, model="small_cn"), "did you mean 'small_cnn'"),
     ],
 )

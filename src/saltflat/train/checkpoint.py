@@ -44,7 +44,8 @@ def save_checkpoint(
     folder = run / "checkpoints"
     final, partial = folder / f"{step:09d}", folder / f"{step:09d}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        for unfinished in folder.glob("*.partial"):
+            shutil.rmtree(unfinished)
         partial.mkdir(parents=True)
         save_file(_unshared(weights), partial / WEIGHTS)
         torch.save(state, partial / STATE)

@@ -149,7 +149,7 @@ class Config:
     model: str = "small_cnn"
     """See `saltflat models`; any name of timm's too."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    method: MethodConfig = MethodConfig()
+    method: MethodConfig = field(default_factory=MethodConfig)
     epochs: int = 40
     seed: int = 0
     label_smoothing: float = 0.0

@@ -94,7 +94,8 @@ class Bar:
     def step(self, epoch: int, batch: int, figures: Callable[[], dict[str, float]]) -> None:
         """Show a step; the figures are only asked for where someone looks."""
         self._done += 1
-        if self._progress is None or self._done % 10:
+        last = self._done == self._epochs * self._steps
+        if self._progress is None or (self._done % 10 and not last):
             return
         rate = (self._done - self._first) * batch / (time.perf_counter() - self._begin)
         shown = "  ".join(f"{name} {value:.3f}" for name, value in figures().items())

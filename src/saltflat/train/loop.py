@@ -191,6 +191,12 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
     optimizer = build_optimizer(model, config.optimizer)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     training = method.build(setting, **config.method.settings)
+    parts, clipped = config.optimizer.accumulate > 1, config.optimizer.clip_norm is not None
+    if training.per_row and (parts or clipped):
+        raise ValueError(
+            f"{config.method.name} chooses rows of the batch: it takes neither accumulate nor "
+            "clip_norm"
+        )
     lag = config.method.settings.get("lag", method.settings().get("lag", 0))
     if lag >= config.epochs:
         raise ValueError(
