@@ -98,7 +98,13 @@ def compare(
     configs = {m.name: dataclasses.replace(config, method=m) for m in methods}
     for one in configs.values():
         check_method(one.method)
-    speeds = _speeds(folder, configs)
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # speeds as of one of the jobs
+    try:
+        speeds = _speeds(folder, configs)
+    finally:
+        torch.set_num_threads(before)
     if budget == "time":
         configs = {
             name: dataclasses.replace(
@@ -111,14 +117,19 @@ def compare(
         for seed in range(seeds)
         for name, one in configs.items()
     ]
-    _run_all([run for run in runs if not (run[1] / RESULT).exists()], jobs, len(runs), say)
+    open_runs = [run for run in runs if not (run[1] / RESULT).exists()]
+    _run_all(open_runs, jobs, threads, len(runs), say)
     rows = _rows(folder, configs, speeds, seeds)
     _write(folder, config, rows)
     return rows
 
 
 def _run_all(
-    runs: list[tuple[Config, Path]], jobs: int, total: int, say: Callable[[str], None]
+    runs: list[tuple[Config, Path]],
+    jobs: int,
+    threads: int,
+    total: int,
+    say: Callable[[str], None],
 ) -> None:
     done = total - len(runs)
     if done:
@@ -127,7 +138,6 @@ def _run_all(
         for number, (config, path) in enumerate(runs, done + 1):
             say(f"[{number}/{total}] {_line(path, dataclasses.asdict(fit(config, path)))}")
         return
-    threads = max(1, (os.cpu_count() or 1) // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         futures = {pool.submit(_fit_alone, c, p, threads): p for c, p in runs}
         try:
