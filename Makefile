@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: demo test lint setup clean
 
 demo: $(READY)
-	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods [base,sam,saf,mesa] --jobs 2 --out runs/demo
+	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods "[base,sam,saf,mesa]" --jobs 2 --out runs/demo
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto

@@ -55,6 +55,22 @@ def test_it_goes_on_where_it_stopped(tmp_path):
     assert first == second
 
 
+def test_another_config_in_the_same_folder_is_refused(tmp_path):
+    run(SMALL, METHODS, tmp_path, seeds=1, say=lambda line: None)
+    with pytest.raises(ValueError, match="holds a run of another config"):
+        run(replace(SMALL, epochs=4), METHODS, tmp_path, seeds=1, say=lambda line: None)
+    with pytest.raises(ValueError, match="path would be shared"):
+        run(SMALL, [MethodConfig("saf", {"path": "x"})], tmp_path / "new", seeds=1)
+
+
+def test_seeds_begin_with_the_configs_and_ema_is_judged_by_its_average(tmp_path):
+    methods = [MethodConfig("sam"), MethodConfig("ema", {"decay": 0.5})]
+    rows = run(replace(SMALL, seed=7), methods, tmp_path, seeds=2, say=lambda line: None)
+    assert sorted(path.name for path in (tmp_path / "ema").iterdir()) == ["seed7", "seed8"]
+    assert rows[1].accuracy.mean == pytest.approx(rows[1].teacher)
+    assert verdicts(rows)[0].startswith("ema: ") and " sam (" in verdicts(rows)[0]
+
+
 def test_the_same_budget_of_time(tmp_path, monkeypatch):
     speeds = {
         name: {"images_per_second": 1e3 * ratio, "ratio": ratio}
@@ -85,5 +101,5 @@ def test_the_table():
         Row("sam", near, 93.0, None, Interval(-0.5, -0.9, -0.1, 3), 5e3, 0.5, 0, 0.02, 40),
     ]
     header, _, mesa, _ = table(rows)
-    assert dict(zip(header, mesa, strict=True))["extra memory"] == "1.00 MiB"
+    assert dict(zip(header, mesa, strict=True))["kept memory"] == "1.00 MiB"
     assert "better than base" in verdicts(rows)[0] and "worse than base" in verdicts(rows)[1]

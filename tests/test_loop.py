@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -6,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -164,7 +166,7 @@ def test_options_of_the_step(tmp_path, monkeypatch):
     assert half == pytest.approx(full, rel=0.02)
     called = []
     monkeypatch.setattr(torch, "compile", lambda model: called.append(1) or model)
-    fit(replace(SMALL, compile=True, epochs=1), tmp_path / "compiled")
+    fit(replace(SMALL, compile=True, epochs=2), tmp_path / "compiled")
     assert called
 
 
@@ -184,10 +186,57 @@ def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
         json.dumps(asdict(config))
     )
-    with pytest.raises(ValueError, match="holds a run of another config"):
+    with pytest.raises(ValueError, match=r"holds a run of another config \(seed is 0 there\)"):
         fit(replace(config, seed=1), tmp_path)
-    with pytest.raises(ValueError, match="holds no run"):
-        loop.read_config(tmp_path / "nothing")
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="has lost figures of its 5 epochs"):
+        fit(config, tmp_path)
+    (tmp_path / "config.json").write_text('{"data": ')
+    with pytest.raises(ValueError, match=r"config.json is damaged"):
+        loop.read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"data": {}}')
+    with pytest.raises(ValueError, match=r"config.json is not a run's config"):
+        loop.read_config(tmp_path)
+
+
+def test_changed_data_are_noticed(tmp_path):
+    arrays = {"x_train": np.arange(64 * 64, dtype="uint8").reshape(64, 8, 8)}
+    arrays |= {
+        "y_train": np.arange(64) % 2,
+        "x_test": arrays["x_train"],
+        "y_test": np.arange(64) % 2,
+    }
+    np.savez(tmp_path / "mine.npz", **arrays)
+    config = replace(SMALL, data=DataConfig(str(tmp_path / "mine.npz"), batch_size=32))
+    with pytest.raises(Interrupted):
+        fit(config, tmp_path / "run", stop=lambda *now: now == (2, 1))
+    np.savez(tmp_path / "mine.npz", **{**arrays, "x_train": arrays["x_train"][::-1]})
+    with pytest.raises(ValueError, match="have changed since it was saved"):
+        fit(config, tmp_path / "run")
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    run = fit(replace(SMALL, optimizer=OptimizerConfig(lr=1e9)), tmp_path)
+    assert run.diverged
+    assert read_metrics(tmp_path)[-1]["loss"] is None
+
+
+def test_mesas_teacher_sees_mixed_images_and_half_precision(tmp_path, monkeypatch):
+    kinds, linear = [], torch.nn.Linear.forward
+
+    def noted(self, x):
+        out = linear(self, x)
+        kinds.append((self.training, out.dtype))
+        return out
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted)
+    config = replace(of("mesa"), precision="bf16", epochs=4)
+    fit(replace(config, data=replace(config.data, cutmix=1.0)), tmp_path)
+    assert kinds.count((True, torch.bfloat16)) == 4 * 5
+    of_the_teacher = 2 * 5  # in every step from epoch 2 on, mixed or not
+    evaluations = 4 * 2 * math.ceil((1797 - 160) / 256)
+    assert kinds.count((False, torch.bfloat16)) == of_the_teacher + evaluations
+    assert read_metrics(tmp_path)[3]["extra_loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -195,6 +244,8 @@ def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
     [
         (replace(of("saf"), epochs=1), "compares with 1 epochs ago, and the run has 1"),
         (replace(SMALL, data=replace(SMALL.data, batch_size=161)), "batch"),
+        (replace(of("mesa"), epochs=2), "mesa starts in epoch 2, and the run has 2"),
+        (replace(SMALL, optimizer=OptimizerConfig(warmup_epochs=9)), "leaves nothing of 5"),
         (replace(SMALL, method=MethodConfig("safe")), "did you mean 'saf'"),
         (
             replace(of("esam"), optimizer=OptimizerConfig(clip_norm=1.0)),

@@ -213,8 +213,10 @@ def test_the_table_says_all_and_is_read_only():
         METHODS["mine"] = METHODS["base"]
     for name, method in METHODS.items():
         assert method.summary and (method.citation or name == "base")
-        assert method.needs_index == (method.signature is SAF)
-        assert build(name, network()).per_row == (name == "esam")
+        training = build(name, network())
+        assert training.by_sample == (method.signature is SAF)
+        assert training.per_row == (name == "esam")
+        assert method.judged_by_teacher == (name == "ema")
 
 
 def who_is_read(training, samples, epochs):
@@ -302,3 +304,20 @@ def test_extra_bytes():
             assert everything <= extra[name] <= everything + 32
         else:
             assert extra[name] == expected, name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sam", {"rho": "abc"}, "sam's rho must be a float, as its default 0.05, got 'abc'"),
+        ("saf", {"lag": 1.5}, "saf's lag must be a int, as its default 3, got 1.5"),
+        ("mesa", {"warmup": 1}, "mesa's warmup must be a bool, as its default True, got 1"),
+    ],
+)
+def test_a_setting_of_another_kind(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_method(MethodConfig(name, settings))
+
+
+def test_whole_numbers_will_do_for_fractions():
+    assert check_method(MethodConfig("sam", {"rho": 1})) is METHODS["sam"]

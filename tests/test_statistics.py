@@ -29,7 +29,7 @@ def test_the_verdict_is_the_tests_at_5_percent(pairs):
     assume(len({round(a - b, 2) for a, b in pairs}) > 1)
     test = ttest_rel(values, base)
     assume(abs(test.pvalue - 0.05) > 1e-9)
-    sentence = verdict("saf", paired(values, base))
+    sentence = verdict("saf", "base", paired(values, base))
     if test.pvalue > 0.05:
         assert sentence.startswith("saf: no evidence of a difference to base (")
     else:
@@ -53,7 +53,7 @@ def test_pairs_matter_where_seeds_differ_more_than_methods():
 def test_a_single_seed_says_nothing():
     assert paired([91.0], [80.0]) == Interval(11.0, -math.inf, math.inf, 1)
     assert "no evidence of a difference to base (+11.00 points" in verdict(
-        "sam", paired([91.0], [80.0])
+        "sam", "base", paired([91.0], [80.0])
     )
 
 
@@ -63,10 +63,10 @@ def test_seeds_must_be_the_same():
 
 
 def test_sentences():
-    assert verdict("sam", Interval(0.5, 0.25, 0.75, 3)) == (
+    assert verdict("sam", "base", Interval(0.5, 0.25, 0.75, 3)) == (
         "sam: better than base (+0.50 points, 95 % interval 0.25 to 0.75, n = 3)"
     )
-    assert verdict("sam", Interval(-0.5, -0.75, -0.25, 3)) == (
+    assert verdict("sam", "base", Interval(-0.5, -0.75, -0.25, 3)) == (
         "sam: worse than base (-0.50 points, 95 % interval -0.75 to -0.25, n = 3)"
     )
     assert str(Interval(91.234, 90.0, 92.5, 3)) == "91.23 [90.00, 92.50]"
@@ -74,4 +74,4 @@ def test_sentences():
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 0.0), (float("nan"), float("nan"))])
 def test_what_touches_zero_is_no_evidence(low, high):
-    assert "no evidence" in verdict("sam", Interval((low + high) / 2, low, high, 3))
+    assert "no evidence" in verdict("sam", "base", Interval((low + high) / 2, low, high, 3))

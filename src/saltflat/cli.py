@@ -65,8 +65,9 @@ class _Parser(ArgumentParser):
         text = " ".join(lines)
         if found := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", text):
             text = f"unknown option {found[1]}: {nearest(found[1], known).split(' Known:')[0]}"
-        elif found := re.search(r"(?:does not accept option|[Kk]ey) ['\"]([\w.]+)['\"]", text):
-            keys = {name.removeprefix("--") for name in known}
+        keys = {name.removeprefix("--") for name in known}
+        found = re.search(r"(?:does not accept option|[Kk]ey) ['\"]([\w.]+)['\"]", text)
+        if found and found[1] not in keys:
             text = f"unknown key {found[1]}: {nearest(found[1], keys).split(' Known:')[0]}"
         _fail(text)
 
@@ -80,9 +81,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command; bad input is an error of a line or two and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
-    parsed = _parser().parse_args([a for a in arguments if a != "--debug"])
     try:
+        parsed = _parser().parse_args([a for a in arguments if a != "--debug"])
         _COMMANDS[parsed.command](parsed[parsed.command])
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         if debug:
             raise
@@ -95,6 +98,7 @@ def _parser() -> _Parser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(
         prog="saltflat",
+        allow_abbrev=False,
         description="Sharpness-aware training for free. --debug shows the traceback of an error.",
     )
     commands = parser.add_subcommands(dest="command")
@@ -105,7 +109,9 @@ def _parser() -> _Parser:
         "models": ("List the models.", None),
         "recipes": ("List the recipes and the paper's figures.", None),
     }.items():
-        command = _Parser(description=f"{description} Example: {EXAMPLES[name]}")
+        command = _Parser(
+            allow_abbrev=False, description=f"{description} Example: {EXAMPLES[name]}"
+        )
         if options is not None:
             command.add_argument("--config", action="config", help="A YAML file of options.")
             command.add_class_arguments(Config)
@@ -131,11 +137,13 @@ def _split(options: Namespace, kind: type[Any]) -> tuple[Any, Any]:
 
 
 def _train(options: Namespace) -> None:
-    from saltflat.train import Interrupted, fit
+    from saltflat.train import Config, Interrupted, fit
     from saltflat.train.loop import read_config
 
     config, own = _split(options, TrainOptions)
     if own.resume is not None:
+        if config != Config() or own.out is not None:
+            raise ValueError("--resume goes on with the run's own config: leave other options out")
         config = read_config(Path(own.resume))
     folder = own.resume or own.out
     if folder is None:
@@ -146,23 +154,29 @@ def _train(options: Namespace) -> None:
     except Interrupted:
         command = shlex.join(["saltflat", "train", "--resume", str(folder)])
         print(f"stopped and saved; go on with: {command}")
-        return
+        sys.exit(130)
     teacher = "" if run.teacher_accuracy is None else f", teacher {run.teacher_accuracy:.2f} %"
     print(
         f"{folder}: {run.accuracy:.2f} % after the last epoch{teacher} "
         f"(best epoch {run.best_accuracy:.2f} %), {run.images_per_second:,.0f} images/s"
     )
+    if run.diverged:
+        print("the loss is not a number: the run diverged; try a smaller optimizer.lr")
 
 
 def _compare(options: Namespace) -> None:
     from saltflat.train import Interrupted, MethodConfig
     from saltflat.train.compare import compare, describe, table, verdicts
+    from saltflat.train.methods import check_method
 
     config, own = _split(options, CompareOptions)
     settings = own.settings or {}
     if unknown := settings.keys() - set(own.methods):
         raise ValueError(f"settings for {', '.join(sorted(unknown))}, which are not compared")
-    methods = [MethodConfig(name, settings.get(name, {})) for name in own.methods]
+    recipe = {config.method.name: config.method.settings}
+    methods = [MethodConfig(n, {**recipe.get(n, {}), **settings.get(n, {})}) for n in own.methods]
+    for method in methods:
+        check_method(method)
     print(f"comparing {', '.join(own.methods)} on {describe(config)}, {own.seeds} seeds")
     try:
         rows = compare(config, methods, own.out, seeds=own.seeds, jobs=own.jobs, budget=own.budget)

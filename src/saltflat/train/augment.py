@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from saltflat.indexed import with_index
-from saltflat.train.config import DataConfig, _require
+from saltflat.train.config import DataConfig, require
 from saltflat.train.data import Data
 
 ORDER, AUGMENT, MIX = range(3)
@@ -51,9 +51,9 @@ class TrainLoader:
 
     def __init__(self, data: Data, config: DataConfig, seed: int) -> None:
         size, samples = config.batch_size, len(data.train)
-        _require(size <= samples, f"batch_size {size} exceeds the {samples} training samples")
+        require(size <= samples, f"batch_size {size} exceeds the {samples} training samples")
         side, hole = data.image_size, config.cutout
-        _require(hole <= side, f"cutout {hole} exceeds the side of an image, {side}")
+        require(hole <= side, f"cutout {hole} exceeds the side of an image, {side}")
         self.data, self.config, self.seed = data, config, seed
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class TrainLoader:
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch but the first `skip`; the rest are the same, bit for bit."""
-        _require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
+        require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
         size, samples = self.config.batch_size, len(self.data.train)
         order = stream(self.seed, epoch, ORDER).permutation(samples)
         steps = order[skip * size : len(self) * size].reshape(-1, size).tolist()

@@ -11,24 +11,21 @@ import json
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
-from torch.nn.functional import cross_entropy
 
-from saltflat.sharpness import sam_sharpness
-from saltflat.train.augment import TrainLoader, test_batches
-from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, MethodConfig
 from saltflat.train.data import load_data
-from saltflat.train.loop import RESULT, build, build_step, fit
-from saltflat.train.methods import check_method
-from saltflat.train.models import build_model
+from saltflat.train.files import read_json, to_json, write_text
+from saltflat.train.loop import RESULT, build, build_step, check_folder, fit
+from saltflat.train.methods import METHODS, check_method
 from saltflat.train.statistics import Interval, interval, paired, verdict
 
 SUMMARY, TABLE = "summary.json", "table.md"
@@ -43,7 +40,7 @@ class Row:
 
     method: str
     accuracy: Interval
-    """After the last epoch, in percent."""
+    """After the last epoch, in percent; of the moving average for a method that is about it."""
     best: float
     """Mean of the best epochs, which were chosen on the test set."""
     teacher: float | None
@@ -77,7 +74,7 @@ def compare(
         config: What all have in common; its method and seed do not matter.
         methods: The methods; the first is the base that the others are compared with.
         folder: Where the runs, summary.json and table.md go. Complete runs there are kept.
-        seeds: How many: 0, 1, ...
+        seeds: How many, from the config's own.
         jobs: How many runs at once, each in a process of its own.
         budget: "time": a method slower than the base trains for as many epochs fewer.
         say: Told a line about each run.
@@ -96,8 +93,10 @@ def compare(
         )
     folder = Path(folder)
     configs = {m.name: dataclasses.replace(config, method=m) for m in methods}
-    for one in configs.values():
+    for name, one in configs.items():
         check_method(one.method)
+        if "path" in one.method.settings:
+            raise ValueError(f"{name}'s path would be shared by all its runs: leave it out")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # speeds as of one of the jobs
@@ -112,14 +111,17 @@ def compare(
             )
             for name, one in configs.items()
         }
+    numbers = range(config.seed, config.seed + seeds)
     runs = [
         (dataclasses.replace(one, seed=seed), folder / name / f"seed{seed}")
-        for seed in range(seeds)
+        for seed in numbers
         for name, one in configs.items()
     ]
+    for one, path in runs:
+        check_folder(path, one)
     open_runs = [run for run in runs if not (run[1] / RESULT).exists()]
     _run_all(open_runs, jobs, threads, len(runs), say)
-    rows = _rows(folder, configs, speeds, seeds)
+    rows = _rows(folder, configs, speeds, numbers)
     _write(folder, config, rows)
     return rows
 
@@ -139,32 +141,36 @@ def _run_all(
             say(f"[{number}/{total}] {_line(path, dataclasses.asdict(fit(config, path)))}")
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(_fit_alone, c, p, threads): p for c, p in runs}
-        try:
-            for number, future in enumerate(as_completed(futures), done + 1):
-                say(f"[{number}/{total}] {_line(futures[future], future.result())}")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        waiting, working = list(reversed(runs)), dict[Future[Any], Path]()
+        while waiting or working:
+            # No more than can work: what is handed over early could not be taken back.
+            while waiting and len(working) < jobs:
+                config, path = waiting.pop()
+                working[pool.submit(_fit_alone, config, path, threads, os.getpid())] = path
+            for future in wait(working, return_when=FIRST_COMPLETED).done:
+                done += 1
+                say(f"[{done}/{total}] {_line(working.pop(future), future.result())}")
 
 
-def _fit_alone(config: Config, path: Path, threads: int) -> dict[str, Any]:
+def _fit_alone(config: Config, path: Path, threads: int, parent: int) -> dict[str, Any]:
+    """A run in a process of its own, which stops, saved, if it is left alone."""
     torch.set_num_threads(threads)
-    return dataclasses.asdict(fit(config, path))
+    return dataclasses.asdict(fit(config, path, stop=lambda *_: os.getppid() != parent))
 
 
 def _line(path: Path, result: dict[str, Any]) -> str:
-    return (
-        f"{path.parent.name} {path.name}: {result['accuracy']:.2f} % in {result['seconds']:.1f} s"
-    )
+    accuracy, seconds = result["accuracy"], result["seconds"]
+    diverged = ", DIVERGED: its loss is not a number" if result["diverged"] else ""
+    return f"{path.parent.name} {path.name}: {accuracy:.2f} % in {seconds:.1f} s{diverged}"
 
 
 def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> Speeds:
     """How fast each method is, and as a share of the first one's; kept once measured."""
     path = folder / "speeds.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if known.keys() == configs.keys():
-        return dict(known)
+    wanted = json.loads(to_json({name: dataclasses.asdict(c) for name, c in configs.items()}))
+    known = read_json(path) if path.exists() else {}
+    if known.get("configs") == wanted:
+        return dict(known["speeds"])
     steps = {name: _steps(config) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
@@ -182,7 +188,7 @@ def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> Speeds
         for name, spent in times.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(speeds))
+    write_text(path, to_json({"configs": wanted, "speeds": speeds}))
     return speeds
 
 
@@ -209,53 +215,35 @@ def _steps(config: Config) -> Callable[[], None]:
     return run
 
 
-def _rows(folder: Path, configs: dict[str, Config], speeds: Speeds, seeds: int) -> list[Row]:
+def _rows(folder: Path, configs: dict[str, Config], speeds: Speeds, seeds: range) -> list[Row]:
     results = {
-        name: [json.loads((folder / name / f"seed{s}" / RESULT).read_text()) for s in range(seeds)]
+        name: [read_json(folder / name / f"seed{seed}" / RESULT) for seed in seeds]
         for name in configs
     }
-    accuracies = {name: [r["accuracy"] for r in found] for name, found in results.items()}
+    judged = {
+        name: "teacher_accuracy" if METHODS[name].judged_by_teacher else "accuracy"
+        for name in configs
+    }
+    accuracies = {name: [r[judged[name]] for r in found] for name, found in results.items()}
     base = next(iter(configs))
     rows = []
     for name, found in results.items():
         teachers = [r["teacher_accuracy"] for r in found if r["teacher_accuracy"] is not None]
-        sharpness = [_sharpness(configs[name], folder / name / f"seed{s}") for s in range(seeds)]
         rows.append(
             Row(
                 method=name,
                 accuracy=interval(accuracies[name]),
-                best=sum(r["best_accuracy"] for r in found) / seeds,
-                teacher=sum(teachers) / len(teachers) if teachers else None,
+                best=fmean(r["best_accuracy"] for r in found),
+                teacher=fmean(teachers) if teachers else None,
                 difference=None if name == base else paired(accuracies[name], accuracies[base]),
                 images_per_second=speeds[name]["images_per_second"],
                 speed=speeds[name]["ratio"],
                 extra_bytes=found[0]["extra_bytes"],
-                sharpness=sum(sharpness) / seeds,
+                sharpness=fmean(r["sharpness"] for r in found),
                 epochs=configs[name].epochs,
             )
         )
     return rows
-
-
-def _sharpness(config: Config, run: Path, images: int = 1024) -> float:
-    """SAM's sharpness of a trained model on training images without augmentation."""
-    found = load_checkpoint(run)
-    assert found is not None
-    data = load_data(dataclasses.replace(config.data, train_size=config.data.train_size))
-    model = build_model(
-        config.model,
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
-    )
-    model.load_state_dict(found[0])
-    swapped = dataclasses.replace(data, test=data.train)
-    batches = []
-    for x, y in test_batches(swapped, 256):
-        batches.append((x, y))
-        if sum(len(labels) for _, labels in batches) >= images:
-            break
-    return sam_sharpness(model, cross_entropy, batches)
 
 
 def _write(folder: Path, config: Config, rows: list[Row]) -> None:
@@ -264,12 +252,12 @@ def _write(folder: Path, config: Config, rows: list[Row]) -> None:
         "rows": [dataclasses.asdict(row) for row in rows],
         "verdicts": verdicts(rows),
     }
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1))
+    write_text(folder / SUMMARY, to_json(summary, indent=1))
     header, *lines = table(rows)
     text = [header, ["---"] * len(header), *lines]
     body = "\n".join(f"| {' | '.join(line)} |" for line in text)
     notes = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
-    (folder / TABLE).write_text(f"{describe(config)}\n\n{body}\n\n{notes}\n")
+    write_text(folder / TABLE, f"{describe(config)}\n\n{body}\n\n{notes}\n")
 
 
 def describe(config: Config) -> str:
@@ -285,7 +273,7 @@ def table(rows: list[Row]) -> list[list[str]]:
     lines = [
         [
             *("method", "accuracy, last epoch", "difference to the first", "best epoch", "teacher"),
-            *("images/s", "speed", "extra memory", "sharpness", "epochs"),
+            *("images/s", "speed", "kept memory", "sharpness", "epochs"),
         ]
     ]
     for row in rows:
@@ -308,4 +296,5 @@ def table(rows: list[Row]) -> list[list[str]]:
 
 def verdicts(rows: list[Row]) -> list[str]:
     """A sentence for each method but the base."""
-    return [verdict(r.method, r.difference) for r in rows if r.difference is not None]
+    base = rows[0].method
+    return [verdict(r.method, base, r.difference) for r in rows if r.difference is not None]

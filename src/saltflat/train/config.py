@@ -25,7 +25,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"{hint}Known: {', '.join(known)}"
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise a ValueError with the message unless something holds."""
     if not holds:
         raise ValueError(message)
 
@@ -39,7 +40,7 @@ def _require_known(config: Any) -> None:
             value = getattr(config, name)
             for word in value if many else (value,):
                 known = get_args(kind)
-                _require(word in known, f"unknown {name} {word!r}: {nearest(str(word), known)}")
+                require(word in known, f"unknown {name} {word!r}: {nearest(str(word), known)}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class DataConfig:
     cutout: int = 0
     """Side of a square to blank out, in pixels."""
     mixup: float = 0.0
-    """The alpha of mixup; 0: none."""
+    """The alpha of mixup, of every other batch on average; 0: none."""
     cutmix: float = 0.0
-    """The alpha of CutMix; 0: none."""
+    """The alpha of CutMix, of every other batch on average; 0: none."""
     label_noise: float = 0.0
     """The share of training labels that are replaced by another one."""
     noise_seed: int = 0
@@ -72,20 +73,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_known(self)
-        _require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
-        _require(self.workers >= 0, f"workers must be 0 or more, got {self.workers}")
-        _require(self.cutout >= 0, f"cutout must be 0 or more, got {self.cutout}")
-        _require(
+        require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
+        require(self.workers >= 0, f"workers must be 0 or more, got {self.workers}")
+        require(self.cutout >= 0, f"cutout must be 0 or more, got {self.cutout}")
+        require(
             0 <= self.label_noise < 1, f"label_noise must be within [0, 1), got {self.label_noise}"
         )
         for name in ("mixup", "cutmix"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name} must be 0 or more, got {value}")
-        _require(
+            require(value >= 0, f"{name} must be 0 or more, got {value}")
+        require(
             self.train_size is None or self.train_size >= 1,
             f"train_size must be at least 1, got {self.train_size}",
         )
-        _require(
+        require(
             self.image_size is None or self.image_size >= 1,
             f"image_size must be at least 1, got {self.image_size}",
         )
@@ -114,18 +115,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require_known(self)
-        _require(0 < self.lr < inf, f"lr must be positive, got {self.lr}")
-        _require(0 <= self.momentum < 1, f"momentum must be within [0, 1), got {self.momentum}")
-        _require(
+        require(0 < self.lr < inf, f"lr must be positive, got {self.lr}")
+        require(0 <= self.momentum < 1, f"momentum must be within [0, 1), got {self.momentum}")
+        require(
             all(0 <= beta < 1 for beta in self.betas),
             f"betas must be within [0, 1), got {self.betas}",
         )
-        _require(
-            0 <= self.weight_decay < inf, f"weight_decay must be >= 0, got {self.weight_decay}"
-        )
-        _require(self.warmup_epochs >= 0, f"warmup_epochs must be >= 0, got {self.warmup_epochs}")
-        _require(self.accumulate >= 1, f"accumulate must be at least 1, got {self.accumulate}")
-        _require(
+        require(0 <= self.weight_decay < inf, f"weight_decay must be >= 0, got {self.weight_decay}")
+        require(self.warmup_epochs >= 0, f"warmup_epochs must be >= 0, got {self.warmup_epochs}")
+        require(self.accumulate >= 1, f"accumulate must be at least 1, got {self.accumulate}")
+        require(
             self.clip_norm is None or self.clip_norm > 0,
             f"clip_norm must be positive, got {self.clip_norm}",
         )
@@ -167,12 +166,12 @@ class Config:
 
     def __post_init__(self) -> None:
         _require_known(self)
-        _require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
-        _require(
+        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        require(
             0 <= self.label_smoothing < 1,
             f"label_smoothing must be within [0, 1), got {self.label_smoothing}",
         )
-        _require(
+        require(
             self.checkpoint_every >= 1,
             f"checkpoint_every must be at least 1, got {self.checkpoint_every}",
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from saltflat.train.config import DataConfig, _require, nearest
+from saltflat.train.config import DataConfig, nearest, require
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and deviation of each channel; of bytes, after division by 255."""
@@ -61,7 +61,12 @@ def load_data(config: DataConfig) -> Data:
         ImportError: If a package that this data needs is missing.
     """
     data = _source(config.name)(config)
-    _require(data.num_classes > 1, f"{config.name}: all samples are of one class")
+    require(data.num_classes > 1, f"{config.name}: all samples are of one class")
+    require(
+        len(data.train.labels.unique()) > 1,
+        f"{config.name}: the first {config.train_size} samples are of one class; the data are "
+        "sorted, so take more or shuffle them",
+    )
     labels = noisy(data.train.labels, data.num_classes, config.label_noise, config.noise_seed)
     return replace(data, train=Labelled(data.train.images, labels))
 
@@ -93,7 +98,7 @@ def _digits(config: DataConfig) -> Data:
         from sklearn.datasets import load_digits
     digits, size = load_digits(), config.train_size or 1000
     total = len(digits.target)
-    _require(size < total, f"train_size {size} leaves none of the {total} digits to test on")
+    require(size < total, f"train_size {size} leaves none of the {total} digits to test on")
     order = np.random.default_rng(0).permutation(total)
     images = torch.tensor(digits.images[order, None], dtype=torch.float32) / 16
     labels = torch.tensor(digits.target[order])
@@ -119,14 +124,14 @@ def _npz(config: DataConfig) -> Data:
 
 
 def _read_npz(file: Path) -> tuple[Labelled, Labelled]:
-    _require(file.is_file(), "no such file")
-    _require(zipfile.is_zipfile(file), "not an .npz file")
+    require(file.is_file(), "no such file")
+    require(zipfile.is_zipfile(file), "not an .npz file")
     with np.load(file) as arrays:
         missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
-        _require(not missing, f"has no {', '.join(missing)}, only {', '.join(arrays) or 'nothing'}")
+        require(not missing, f"has no {', '.join(missing)}, only {', '.join(arrays) or 'nothing'}")
         train, test = (_checked(arrays, f"x_{split}", f"y_{split}") for split in ("train", "test"))
     kinds = [(*split.images.shape[1:], split.images.dtype) for split in (train, test)]
-    _require(kinds[0] == kinds[1], f"x_train and x_test differ: {kinds[0]} and {kinds[1]}")
+    require(kinds[0] == kinds[1], f"x_train and x_test differ: {kinds[0]} and {kinds[1]}")
     return train, test
 
 
@@ -134,24 +139,24 @@ def _checked(arrays: Any, x: str, y: str) -> Labelled:
     images, labels = arrays[x], arrays[y]
     shape = images.shape if images.ndim == 4 else (*images.shape, 1)
     square = len(shape) == 4 and shape[1] == shape[2] and images.size > 0
-    _require(square, f"{x} is not square images, NHWC or NHW, but of shape {images.shape}")
+    require(square, f"{x} is not square images, NHWC or NHW, but of shape {images.shape}")
     numbers = images.dtype == np.uint8 or images.dtype.kind == "f"
-    _require(numbers, f"{x} must be uint8 or float, is {images.dtype}")
-    _require(bool(np.isfinite(images).all()), f"{x} has values that are not finite")
-    _require(labels.dtype.kind in "iu", f"{y} must be whole numbers, is {labels.dtype}")
+    require(numbers, f"{x} must be uint8 or float, is {images.dtype}")
+    require(bool(np.isfinite(images).all()), f"{x} has values that are not finite")
+    require(labels.dtype.kind in "iu", f"{y} must be whole numbers, is {labels.dtype}")
     one_each = labels.shape == shape[:1]
-    _require(one_each, f"{y} must be one label for each of {shape[0]}, is of shape {labels.shape}")
+    require(one_each, f"{y} must be one label for each of {shape[0]}, is of shape {labels.shape}")
     images = images if images.dtype == np.uint8 else images.astype(np.float32)
     return Labelled(_channels_first(images.reshape(shape)), torch.tensor(labels.astype(np.int64)))
 
 
 def _count_classes(name: str, train: Tensor, test: Tensor) -> int:
     least, most = min(int(train.min()), int(test.min())), int(test.max())
-    _require(least >= 0, f"{name}: labels must be 0 or more, got {least}")
+    require(least >= 0, f"{name}: labels must be 0 or more, got {least}")
     present = train.unique().tolist()
     empty = next((label for label, found in enumerate(present) if label != found), None)
-    _require(empty is None, f"{name}: no training sample has label {empty}, but one {present[-1]}")
-    _require(most < len(present), f"{name}: no training sample has test label {most}")
+    require(empty is None, f"{name}: no training sample has label {empty}, but one {present[-1]}")
+    require(most < len(present), f"{name}: no training sample has test label {most}")
     return len(present)
 
 
@@ -160,7 +165,7 @@ def _in_memory(config: DataConfig, train: Labelled, test: Labelled, num_classes:
     train = Labelled(train.images[:count], train.labels[:count])
     channels, size = train.images.shape[1:3]
     fits = config.image_size in (None, size)
-    _require(fits, f"image_size {config.image_size}: {config.name} is {size} pixels a side")
+    require(fits, f"image_size {config.image_size}: {config.name} is {size} pixels a side")
     mean, std = KNOWN.get(config.name) or _statistics(train.images)
     return Data(train, test, num_classes, channels, size, mean, std)
 
@@ -174,7 +179,7 @@ def _statistics(images: Tensor) -> Statistics:
 
 def _train_size(config: DataConfig, available: int) -> int:
     size = config.train_size or available
-    _require(size <= available, f"train_size {size} exceeds the {available} of {config.name}")
+    require(size <= available, f"train_size {size} exceeds the {available} of {config.name}")
     return size
 
 
@@ -205,10 +210,10 @@ def _folder(config: DataConfig) -> Data:
     root = Path(config.name)
     found = [name for name in ("train", "val", "test") if (root / name).is_dir()]
     both = found[:1] == ["train"] and len(found) > 1
-    _require(both, f"{root}: needs folders train and val (or test), has {found or 'neither'}")
+    require(both, f"{root}: needs folders train and val (or test), has {found or 'neither'}")
     train, test = (ImageFolder(root / name) for name in found[:2])
     strange = sorted(set(test.classes) - set(train.classes))
-    _require(not strange, f"{root}: {found[1]} has classes that train has not: {strange}")
+    require(not strange, f"{root}: {found[1]} has classes that train has not: {strange}")
     # They come sorted by class; the first so many are to be of every class.
     shuffled = [train.samples[i] for i in np.random.default_rng(0).permutation(len(train))]
     renamed = [(path, train.class_to_idx[test.classes[label]]) for path, label in test.samples]
@@ -224,13 +229,13 @@ def _hub(config: DataConfig) -> Data:
     splits = datasets.load_dataset(name)
     found = [split for split in ("train", "test", "validation") if split in splits]
     both = found[:1] == ["train"] and len(found) > 1
-    _require(both, f"{name}: needs splits train and test (or validation), has {list(splits)}")
+    require(both, f"{name}: needs splits train and test (or validation), has {list(splits)}")
     kinds = splits["train"].features
     image = next((key for key in kinds if isinstance(kinds[key], datasets.Image)), None)
     classes = (key for key in kinds if isinstance(kinds[key], datasets.ClassLabel))
     label = "label" if "label" in kinds else next(classes, None)
     usable = image is not None and "int" in getattr(kinds.get(label), "dtype", "")
-    _require(usable, f"{name}: needs a column of images and a whole-number label, has {kinds}")
+    require(usable, f"{name}: needs a column of images and a whole-number label, has {kinds}")
     labels = {split: torch.tensor(splits[split][label][:]) for split in found}
     # A test split without its labels, as ImageNet's, has -1 for each.
     held = "validation" if len(found) > 2 and labels["test"].max() < 0 else found[1]

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from saltflat.train.files import to_json, write_text
+
 METRICS = "metrics.jsonl"
 
 
@@ -67,9 +69,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def write_metrics(run: Path, rows: list[dict[str, Any]]) -> None:
     """Write them anew, as after a resume from an earlier epoch."""
-    partial = run / (METRICS + ".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.rename(run / METRICS)
+    write_text(run / METRICS, "".join(to_json(row) + "\n" for row in rows))
 
 
 class Bar:

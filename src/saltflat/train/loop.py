@@ -11,9 +11,11 @@ import dataclasses
 import json
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from saltflat.sharpness import sam_sharpness
 from saltflat.train.augment import Batch, TrainLoader, test_batches
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerConfig
 from saltflat.train.data import Data, load_data
+from saltflat.train.files import read_json, to_json, write_text
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
 from saltflat.train.methods import Setting, Training, check_method
 from saltflat.train.models import build_model
@@ -53,6 +57,10 @@ class Run:
     images_per_second: float
     extra_bytes: int
     """What the method keeps between steps, beside the base optimizer."""
+    sharpness: float
+    """SAM's, rho 0.05, on up to 1024 training images as they are."""
+    diverged: bool
+    """Whether the last epoch's loss is not a number."""
 
 
 @dataclass
@@ -76,11 +84,12 @@ class State:
         loss, extra, right = (self.sums / (self.step * self.batch_size)).tolist()
         return {"loss": loss, "extra_loss": extra, "train_accuracy": 100 * right}
 
-    def save(self, run: Path, steps_per_epoch: int) -> Path:
+    def save(self, run: Path, steps_per_epoch: int, data: Data) -> Path:
         state = {
             "training": self.training.state_dict(),
             "schedule": self.schedule.state_dict(),
             "random": _random_state(),
+            "data": _fingerprint(data),
             "progress": {
                 name: getattr(self, name) for name in ("epoch", "step", "best", "seconds", "sums")
             },
@@ -121,13 +130,19 @@ def fit(
     loader = TrainLoader(data, config.data, config.seed)
     torch.manual_seed(config.seed)
     state, device = build(config, data, len(loader))
-    _claim(run, config)
+    check_folder(run, config)
     if (checkpoint := load_checkpoint(run)) is not None:
+        if checkpoint[1]["data"] != _fingerprint(data):
+            raise ValueError(f"the data of {run} have changed since it was saved")
         state.load(*checkpoint)
-    write_metrics(run, read_metrics(run)[: state.epoch])
+    metrics = read_metrics(run)[: state.epoch]
+    if len(metrics) < state.epoch:
+        raise ValueError(f"{run} has lost figures of its {state.epoch} epochs: start it anew")
     trackers = build_trackers(config.log, run, dataclasses.asdict(config))
-    model: Any = torch.compile(state.model) if config.compile else state.model
-    step = build_step(config, state.training, model, device)
+    run.mkdir(parents=True, exist_ok=True)
+    write_text(run / CONFIG, to_json(dataclasses.asdict(config), indent=1))
+    write_metrics(run, metrics)
+    step = build_step(config, state.training, state.model, device)
 
     done = state.epoch * len(loader) + state.step
     with progress(config.epochs, len(loader), done) as bar, _stopping() as interrupted:
@@ -145,7 +160,7 @@ def fit(
                 bar.step(epoch, len(batch.labels), state.figures)
                 if interrupted() or (stop is not None and stop(epoch, state.step)):
                     state.seconds += time.perf_counter() - begin
-                    state.save(run, len(loader))
+                    state.save(run, len(loader), data)
                     raise Interrupted(run)
             state.seconds += time.perf_counter() - begin
             figures_of_epoch = {
@@ -160,7 +175,7 @@ def fit(
             state.best = max(state.best, figures_of_epoch["accuracy"])
             state.epoch, state.step, state.sums = epoch + 1, 0, torch.zeros(3)
             if state.epoch % config.checkpoint_every == 0 or state.epoch == config.epochs:
-                state.save(run, len(loader))
+                state.save(run, len(loader), data)
     last = read_metrics(run)[-1]
     images = config.epochs * len(loader) * config.data.batch_size
     result = Run(
@@ -171,8 +186,10 @@ def fit(
         seconds=state.seconds,
         images_per_second=images / max(state.seconds, 1e-9),
         extra_bytes=state.training.extra_bytes(),
+        sharpness=_sharpness(data, state.model, device),
+        diverged=last["loss"] is None,
     )
-    (run / RESULT).write_text(json.dumps({**dataclasses.asdict(result), "folder": str(run)}))
+    write_text(run / RESULT, to_json(dataclasses.asdict(result)))
     return result
 
 
@@ -190,17 +207,25 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
         model = model.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(model, config.optimizer)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
+    settings = {**method.settings(), **config.method.settings}
+    limits = {"lag": "compares with {} epochs ago", "start_epoch": "starts in epoch {}"}
+    for name, meaning in limits.items():
+        if settings.get(name, 0) >= config.epochs:
+            raise ValueError(
+                f"{config.method.name} {meaning.format(settings[name])}, and the run has "
+                f"{config.epochs}, counted from 0: set method.settings.{name}"
+            )
+    if config.optimizer.warmup_epochs >= config.epochs:
+        raise ValueError(
+            f"a warm-up of {config.optimizer.warmup_epochs} epochs leaves nothing of "
+            f"{config.epochs}"
+        )
     training = method.build(setting, **config.method.settings)
     parts, clipped = config.optimizer.accumulate > 1, config.optimizer.clip_norm is not None
     if training.per_row and (parts or clipped):
         raise ValueError(
             f"{config.method.name} chooses rows of the batch: it takes neither accumulate nor "
             "clip_norm"
-        )
-    lag = config.method.settings.get("lag", method.settings().get("lag", 0))
-    if lag >= config.epochs:
-        raise ValueError(
-            f"{config.method.name} compares with {lag} epochs ago, and the run has {config.epochs}"
         )
     schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
     return State(model, training, schedule, batch_size=config.data.batch_size), device
@@ -210,63 +235,67 @@ def build_step(
     config: Config, training: Training, model: nn.Module, device: torch.device
 ) -> Callable[[Batch], Tensor]:
     """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
+    network: Any = torch.compile(model) if config.compile else model
     smoothing = training.label_smoothing
     smoothing = config.label_smoothing if smoothing is None else smoothing
     trained = [p for p in model.parameters() if p.requires_grad]
 
-    def row_losses(logits: Tensor, labels: Tensor, batch: Batch, rows: Tensor) -> Tensor:
+    vanilla = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+
+    def row_losses(logits: Tensor, labels: Tensor, partners: Tensor, share: float) -> Tensor:
         """Cross-entropy of each row, of both labels where the batch is mixed."""
-        losses = cross_entropy(logits, labels[rows], reduction="none", label_smoothing=smoothing)
-        if batch.mixed is None:
+        losses = vanilla(logits, labels)
+        if share == 1.0:
             return losses
-        other = labels[batch.mixed.partner.to(labels.device)[rows]]
-        others = cross_entropy(logits, other, reduction="none", label_smoothing=smoothing)
-        return batch.mixed.share * losses + (1 - batch.mixed.share) * others
+        return share * losses + (1 - share) * vanilla(logits, partners)
 
     def step(batch: Batch) -> Tensor:
         images = batch.images.to(device, non_blocking=True)
         if config.channels_last:
             images = images.to(memory_format=torch.channels_last)
         labels = batch.labels.to(device, non_blocking=True)
-        everything = torch.arange(len(labels), device=device)
+        mixed = batch.mixed
+        partners = labels if mixed is None else batch.labels[mixed.partner].to(device)
+        share = 1.0 if mixed is None else mixed.share
+        alone = mixed is None or not training.by_sample
         seen: list[Tensor] = []  # of the first pass alone
 
-        def forward(rows: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                logits = model(images[rows] if len(rows) < len(images) else images)
-            return logits, row_losses(logits.float(), labels, batch, rows)
+                logits = network(images[rows])
+                extra: Tensor | float = 0.0
+                if isinstance(rows, slice) and alone:
+                    extra = training.extra_loss(logits, batch.index[rows], images[rows])
+            return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
+
+        def figures(logits: Tensor, losses: Tensor, extra: Tensor | float, own: Tensor) -> Tensor:
+            extra_sum = torch.as_tensor(extra, device=device).detach() * len(own)
+            right = (logits.detach().argmax(1) == own).sum()
+            return torch.stack([losses.detach().sum(), extra_sum.float(), right.float()])
 
         def whole() -> Tensor:
             """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
             training.optimizer.zero_grad()
-            first, losses = not seen, torch.zeros((), device=device)
-            for rows in everything.chunk(config.optimizer.accumulate):
-                logits, row_loss = forward(rows)
-                extra: Tensor | float = 0.0
-                if batch.mixed is None:  # the outputs of a mixture belong to no sample
-                    extra = training.extra_loss(logits, batch.index[rows.cpu()], images[rows])
-                share = len(rows) / len(everything)
-                loss = (row_loss.mean() + extra) * share
+            first, total = not seen, torch.zeros((), device=device)
+            size = -(-len(labels) // config.optimizer.accumulate)
+            for start in range(0, len(labels), size):
+                rows = slice(start, start + size)
+                logits, losses, extra = forward(rows)
+                loss = (losses.mean() + extra) * (len(losses) / len(labels))
                 loss.backward()
-                losses += loss.detach()
+                total += loss.detach()
                 if first:
-                    seen.append(figures(logits, row_loss, extra, rows))
+                    seen.append(figures(logits, losses, extra, labels[rows]))
             if config.optimizer.clip_norm is not None:
                 nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
-            return losses
+            return total
 
         def per_row(rows: Tensor | None) -> Tensor:
-            logits, row_loss = forward(everything if rows is None else rows)
+            everything = torch.arange(len(labels), device=device)
+            logits, losses, _ = forward(everything if rows is None else rows)
             if not seen:
-                seen.append(figures(logits, row_loss, 0.0, everything))
-            return row_loss
-
-        def figures(
-            logits: Tensor, row_loss: Tensor, extra: Tensor | float, rows: Tensor
-        ) -> Tensor:
-            extra_sum = torch.as_tensor(extra, device=device).detach() * len(rows)
-            right = (logits.detach().argmax(1) == labels[rows]).sum()
-            return torch.stack([row_loss.detach().sum(), extra_sum.float(), right.float()])
+                seen.append(figures(logits, losses, 0.0, labels))
+            return losses
 
         training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
         return torch.stack(seen).sum(0)
@@ -283,7 +312,7 @@ def _evaluate(config: Config, data: Data, state: State, device: torch.device) ->
     state.model.eval()
     right = dict.fromkeys(models, 0)
     count = 0
-    for images, labels in test_batches(data, max(config.data.batch_size, 256)):
+    for images, labels in test_batches(data, max(config.data.batch_size, 256), config.data.workers):
         images, labels = images.to(device), labels.to(device)
         count += len(labels)
         for name, model in models.items():
@@ -292,14 +321,23 @@ def _evaluate(config: Config, data: Data, state: State, device: torch.device) ->
     return {f"{name}accuracy": 100 * hits / count for name, hits in right.items()}
 
 
-def _claim(run: Path, config: Config) -> None:
-    """Write the config beside the run, or check that the run there is of this config."""
-    run.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dataclasses.asdict(config), indent=1)
-    path = run / CONFIG
-    if path.exists() and json.loads(path.read_text()) != json.loads(text):
-        raise ValueError(f"{run} holds a run of another config: choose another folder")
-    path.write_text(text)
+def check_folder(run: Path, config: Config) -> None:
+    """See to it that a folder holds no run of another config.
+
+    Raises:
+        ValueError: If it does; the message says what differs.
+    """
+    if not (run / CONFIG).exists():
+        return
+    theirs = read_json(run / CONFIG)
+    ours = json.loads(to_json(dataclasses.asdict(config)))
+    differing = [
+        f"{name} is {theirs.get(name)!r} there" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"
+        )
 
 
 def read_config(run: Path) -> Config:
@@ -311,12 +349,34 @@ def read_config(run: Path) -> Config:
     path = run / CONFIG
     if not path.exists():
         raise ValueError(f"{run} holds no run: there is no {CONFIG}")
-    values = json.loads(path.read_text())
-    data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
-    optimizer = values.pop("optimizer")
-    optimizer["betas"] = tuple(optimizer["betas"])
-    values["log"] = tuple(values["log"])
-    return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
+    values = read_json(path)
+    try:
+        data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
+        optimizer = values.pop("optimizer")
+        optimizer["betas"] = tuple(optimizer["betas"])
+        values["log"] = tuple(values["log"])
+        return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a run's config: {error}") from error
+
+
+def _fingerprint(data: Data) -> int:
+    """A sum of the labels and some images, by which changed data are noticed."""
+    value = zlib.crc32(data.train.labels.numpy().tobytes())
+    for index in range(min(len(data.train), 16)):
+        value = zlib.crc32(data.train[index][0].numpy().tobytes(), value)
+    return value
+
+
+def _sharpness(data: Data, model: nn.Module, device: torch.device) -> float:
+    """SAM's sharpness on training images without augmentation."""
+    batches, seen = [], 0
+    for x, y in test_batches(dataclasses.replace(data, test=data.train), 256):
+        batches.append((x.to(device), y.to(device)))
+        seen += len(y)
+        if seen >= 1024:
+            break
+    return sam_sharpness(model, cross_entropy, batches)
 
 
 @contextmanager

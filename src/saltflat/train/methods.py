@@ -40,6 +40,8 @@ class Training:
     """Instead of the config's."""
     per_row: bool = False
     """Whether the optimizer's closure takes rows and returns the loss of each."""
+    by_sample: bool = False
+    """Whether the term is about single samples, so that a mixture of two has none."""
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins."""
@@ -99,7 +101,8 @@ class Method:
     signature: Callable[..., Any] | None = None
     """Where the settings' names and defaults are; None: of `build` itself."""
     citation: str = "Du et al., Sharpness-Aware Training for Free, NeurIPS 2022"
-    needs_index: bool = False
+    judged_by_teacher: bool = False
+    """Whether the moving average is what it is about."""
 
     def settings(self) -> dict[str, Any]:
         """The names of the settings and their defaults."""
@@ -115,7 +118,8 @@ _NOT_SETTINGS = {
 
 def _saf(setting: Setting, **settings: Any) -> Training:
     saf = SAF(setting.num_samples, setting.num_classes, **settings)
-    return Training(setting.optimizer, saf, lambda logits, index, _: saf(logits, index))
+    loss = lambda logits, index, _: saf(logits, index)  # noqa: E731
+    return Training(setting.optimizer, saf, loss, by_sample=True)
 
 
 def _shuffled(setting: Setting, **settings: Any) -> Training:
@@ -126,7 +130,7 @@ def _shuffled(setting: Setting, **settings: Any) -> Training:
         generator = torch.Generator().manual_seed(1_000_003 * setting.seed + (saf.epoch or 0))
         return saf(logits, torch.randperm(setting.num_samples, generator=generator)[index])
 
-    return Training(setting.optimizer, saf, loss)
+    return Training(setting.optimizer, saf, loss, by_sample=True)
 
 
 class _Uniform(TrajectoryTerm):
@@ -234,7 +238,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "1 + 1",
             _saf,
             SAF,
-            needs_index=True,
         ),
         "mesa": Method("stay near the outputs of the moving average", "2 + 1", _mesa, MESA),
         "label_smoothing": Method(
@@ -246,10 +249,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             _ema,
             EMATeacher,
             "Polyak and Juditsky, 1992",
+            judged_by_teacher=True,
         ),
-        "saf_shuffled": Method(
-            "control: SAF with other samples' outputs", "1 + 1", _shuffled, SAF, needs_index=True
-        ),
+        "saf_shuffled": Method("control: SAF with other samples' outputs", "1 + 1", _shuffled, SAF),
         "saf_uniform": Method(
             "control: SAF toward the uniform distribution", "1 + 1", _uniform, _Uniform
         ),
@@ -271,4 +273,15 @@ def check_method(config: MethodConfig) -> Method:
         if name not in known:
             hint = nearest(name, known) if known else "it has none"
             raise ValueError(f"{config.name} has no setting {name!r}: {hint}")
+        _check_kind(config.name, name, config.settings[name], known[name])
     return method
+
+
+def _check_kind(method: str, name: str, value: Any, default: Any) -> None:
+    """A setting must be of its default's kind; whole numbers will do for fractions."""
+    kinds = (int, float) if type(default) is float else (type(default),)
+    if default is not None and type(value) not in kinds:
+        raise ValueError(
+            f"{method}'s {name} must be a {kinds[-1].__name__}, as its default {default!r}, "
+            f"got {value!r}"
+        )

@@ -41,19 +41,19 @@ def paired(values: list[float], base: list[float]) -> Interval:
     return interval([value - other for value, other in zip(values, base, strict=True)])
 
 
-def verdict(name: str, difference: Interval) -> str:
-    """A sentence about a method's difference to the base, in points of accuracy.
+def verdict(name: str, base: str, difference: Interval) -> str:
+    """A sentence about a method's difference to another, in points of accuracy.
 
     Example:
-        >>> print(verdict("saf", Interval(0.5, -0.2, 1.2, 3)))
+        >>> print(verdict("saf", "base", Interval(0.5, -0.2, 1.2, 3)))
         saf: no evidence of a difference to base (+0.50 points, 95 % interval -0.20 to 1.20, n = 3)
     """
     if difference.low > 0:
-        finding = "better than base"
+        finding = f"better than {base}"
     elif difference.high < 0:
-        finding = "worse than base"
+        finding = f"worse than {base}"
     else:
-        finding = "no evidence of a difference to base"
+        finding = f"no evidence of a difference to {base}"
     return (
         f"{name}: {finding} ({difference.mean:+.2f} points, 95 % interval {difference.low:.2f} to "
         f"{difference.high:.2f}, n = {difference.n})"
