@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 import yaml
 
 from saltflat import MESA, SAF, sam
 from saltflat.train.config import Config
+from saltflat.train.methods import check_method
+from saltflat.train.models import build_model
 
 RECIPES = {p.stem: p for p in (Path(__file__).parent.parent / "recipes").iterdir()}
 DEMO = "digits_noisy"
@@ -186,3 +189,14 @@ def test_the_demo_has_its_setting_and_no_paper_figure():
     text = RECIPES[DEMO].read_text()
     assert text.startswith("# the demo's setting")
     assert "paper" not in text
+
+
+def test_every_recipe_names_a_model_and_a_method_that_can_be_built():
+    recipes = [config(name) for name in RECIPES]
+    for recipe in recipes:
+        check_method(recipe.method)
+    with torch.device("meta"):
+        for name, size in {(r.model, r.data.image_size or 32) for r in recipes}:
+            assert build_model(name, num_classes=10, image_size=size)(
+                torch.empty(2, 3, size, size)
+            ).shape == (2, 10)
