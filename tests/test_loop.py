@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from saltflat.train import Config, DataConfig, Interrupted, MethodConfig, OptimizerConfig, fit, loop
+from saltflat.train import (
+    Config,
+    DataConfig,
+    Interrupted,
+    MethodConfig,
+    OptimizerConfig,
+    fit,
+    folder,
+    loop,
+)
 from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.data import load_data
@@ -52,7 +61,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, stop, tmp_path):
     straight = fit(config, tmp_path / "straight")
     with pytest.raises(Interrupted):
         fit(config, tmp_path / "stopped", stop=lambda *now: now == stop)
-    assert not (tmp_path / "stopped" / loop.RESULT).exists()
+    assert not (tmp_path / "stopped" / folder.RESULT).exists()
     torch.manual_seed(99)
     resumed = fit(config, tmp_path / "stopped")
     assert_same(tmp_path / "straight", tmp_path / "stopped")
@@ -182,7 +191,7 @@ def test_adamw_and_weight_decay_of_matrices_alone(tmp_path):
 def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
     config = of("saf")
     fit(config, tmp_path)
-    assert loop.read_config(tmp_path) == config
+    assert folder.read_config(tmp_path) == config
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
         json.dumps(asdict(config))
     )
@@ -193,10 +202,10 @@ def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
         fit(config, tmp_path)
     (tmp_path / "config.json").write_text('{"data": ')
     with pytest.raises(ValueError, match=r"config.json is damaged"):
-        loop.read_config(tmp_path)
+        folder.read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"data": {}}')
     with pytest.raises(ValueError, match=r"config.json is not a run's config"):
-        loop.read_config(tmp_path)
+        folder.read_config(tmp_path)
 
 
 def test_changed_data_are_noticed(tmp_path):
@@ -278,7 +287,7 @@ def test_a_process_that_is_killed_or_interrupted(number, tmp_path):
     time.sleep(0.1)
     process.send_signal(number)
     said = process.communicate(timeout=60)[0]
-    assert not (run / loop.RESULT).exists()
+    assert not (run / folder.RESULT).exists()
     resume = [sys.executable, "-m", "saltflat", "train", "--resume", str(run)]
     if number == signal.SIGINT:
         assert said == f"stopped and saved; go on with: saltflat train --resume {run}\n"

@@ -105,7 +105,10 @@ def test_every_trained_parameter_is_there_once(decay_vectors):
 
 
 def test_a_model_without_vectors():
-    build_optimizer(nn.Linear(2, 2, bias=False), OptimizerConfig(decay_vectors=False)).step()
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(model, OptimizerConfig(decay_vectors=False))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    optimizer.step()
 
 
 def test_settings_arrive():

@@ -65,7 +65,7 @@ def snapshot(model):
     }
 
 
-def same(one, other):
+def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         equal = torch.equal if isinstance(value, torch.Tensor) else (lambda a, b: a == b)
@@ -87,7 +87,7 @@ def test_the_model_is_left_as_it_was():
     model, (x, y) = used_network(), dataset().tensors
     before = snapshot(model)
     sam_sharpness(model, cross_entropy, parts(x, y, 8, 16), rho=10.0)
-    same(snapshot(model), before)
+    assert_same(snapshot(model), before)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
@@ -103,7 +103,7 @@ def test_also_after_an_error_in_any_pass(call):
 
     with pytest.raises(KeyError):
         sam_sharpness(model, loss_fn, parts(x, y, 8, 16))
-    same(snapshot(model), before)
+    assert_same(snapshot(model), before)
 
 
 def test_frozen_and_unused_parameters_do_not_move():

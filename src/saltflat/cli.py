@@ -138,7 +138,7 @@ def _split(options: Namespace, kind: type[Any]) -> tuple[Any, Any]:
 
 def _train(options: Namespace) -> None:
     from saltflat.train import Config, Interrupted, fit
-    from saltflat.train.loop import read_config
+    from saltflat.train.folder import read_config
 
     config, own = _split(options, TrainOptions)
     if own.resume is not None:

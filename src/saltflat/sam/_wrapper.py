@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from saltflat._batchnorm import frozen_running_stats
 from saltflat._perturb import displaced
-from saltflat.sam._algebra import scale_
+from saltflat.sam._algebra import copies, scale_
 from saltflat.sam._random import RandomState, random_state, set_random_state
 
 
@@ -43,6 +43,9 @@ class SharpnessAware(Optimizer):
     Raises:
         ValueError: If an argument is out of its range.
     """
+
+    _keeps_gradients = False
+    """Whether `_combine` wants the gradients of the first pass too."""
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class SharpnessAware(Optimizer):
         self._first_step_done = False
         self._base_steps = False
         self._displacement: displaced | None = None
+        self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._check_group({"rho": rho})
         for group in self.param_groups:
             self._check_group(group)
@@ -166,6 +170,8 @@ class SharpnessAware(Optimizer):
         parameters, gradients = self._moved()
         climbs = self._climbs()
         if climbs:
+            if self._keeps_gradients:
+                self._first = (parameters, copies(gradients))
             offsets = self._offsets(parameters, gradients) if parameters else []
             self._climb(parameters, offsets)
         self._first_step_done = True
@@ -186,8 +192,9 @@ class SharpnessAware(Optimizer):
         if not self._first_step_done:
             raise RuntimeError("second_step comes after first_step, which was not called")
         climbed = self._displacement is not None
+        first = self._first
         self.cancel()
-        self._combine(climbed, scaler)
+        self._combine(climbed, first, scaler)
         if scaler is None:
             self.base_optimizer.step()
         else:
@@ -205,6 +212,7 @@ class SharpnessAware(Optimizer):
         if self._displacement is not None:
             self._displacement.__exit__()
             self._displacement = None
+        self._first = ([], [])
         self._first_step_done = False
 
     def frozen_running_stats(self) -> frozen_running_stats:
@@ -221,11 +229,17 @@ class SharpnessAware(Optimizer):
         """How far to climb from the weights, given the gradients there."""
         raise NotImplementedError
 
-    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
+    def _combine(
+        self,
+        climbed: bool,
+        first: tuple[list[Tensor], list[Tensor]],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
         """Make the gradients to step with of those that the last pass left; by default, these.
 
         Args:
             climbed: Whether there were two passes.
+            first: Parameters and their gradients in the first pass, with `_keeps_gradients`.
             scaler: What scaled their losses; the gradients may have overflowed.
         """
 

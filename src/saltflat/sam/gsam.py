@@ -36,6 +36,8 @@ class GSAM(SAM):
         Zhuang et al., Surrogate Gap Minimization Improves Sharpness-Aware Training, ICLR 2022.
     """
 
+    _keeps_gradients = True
+
     def __init__(
         self,
         base_optimizer: Optimizer,
@@ -57,7 +59,6 @@ class GSAM(SAM):
         self.lr_max = lr_max
         self.lr_min = lr_min
         self._first_lr: float | None = None
-        self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -90,15 +91,15 @@ class GSAM(SAM):
         lowest = min(self.rho_min, rho)
         return lowest + (rho - lowest) * share
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        self._first = (parameters, copies(gradients))
-        return super()._offsets(parameters, gradients)
-
-    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
+    def _combine(
+        self,
+        climbed: bool,
+        first: tuple[list[Tensor], list[Tensor]],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
         if not climbed:
             return
-        pairs = [(p.grad, g) for p, g in zip(*self._first, strict=True) if p.grad is not None]
-        self._first = ([], [])
+        pairs = [(p.grad, g) for p, g in zip(*first, strict=True) if p.grad is not None]
         if self.alpha == 0 or not pairs:
             return
         adversarial, plain = [list(part) for part in zip(*pairs, strict=True)]

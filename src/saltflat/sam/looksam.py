@@ -32,6 +32,8 @@ class LookSAM(SAM):
         Liu et al., Towards Efficient and Scalable Sharpness-Aware Minimization, CVPR 2022.
     """
 
+    _keeps_gradients = True
+
     def __init__(
         self,
         base_optimizer: Optimizer,
@@ -44,25 +46,24 @@ class LookSAM(SAM):
         if not alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {alpha}")
         self.alpha = alpha
-        self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._kept: dict[Tensor, Tensor] = {}
         self._kept_norm: Tensor | None = None
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        self._first = (parameters, copies(gradients))
-        return super()._offsets(parameters, gradients)
-
-    def _combine(self, climbed: bool, scaler: torch.amp.GradScaler | None) -> None:
+    def _combine(
+        self,
+        climbed: bool,
+        first: tuple[list[Tensor], list[Tensor]],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
         if not climbed:
             self._reuse()
         elif self.interval > 1:
-            self._keep(scaled=scaler is not None)
-        self._first = ([], [])
+            self._keep(first, scaled=scaler is not None)
 
-    def _keep(self, scaled: bool) -> None:
+    def _keep(self, first: tuple[list[Tensor], list[Tensor]], scaled: bool) -> None:
         """Keep g_v, the part of g_adv that is orthogonal to g."""
-        both = [(p, g) for p, g in zip(*self._first, strict=True) if p.grad is not None]
+        both = [(p, g) for p, g in zip(*first, strict=True) if p.grad is not None]
         if not both:
             return
         parameters, plain = [list(part) for part in zip(*both, strict=True)]

@@ -24,9 +24,11 @@ from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, MethodConfig
 from saltflat.train.data import load_data
 from saltflat.train.files import read_json, to_json, write_text
-from saltflat.train.loop import RESULT, build, build_step, check_folder, fit
+from saltflat.train.folder import RESULT, check_folder
+from saltflat.train.loop import build, fit
 from saltflat.train.methods import METHODS, check_method
 from saltflat.train.statistics import Interval, interval, paired, verdict
+from saltflat.train.step import build_step
 
 SUMMARY, TABLE = "summary.json", "table.md"
 Speeds = dict[str, dict[str, float]]

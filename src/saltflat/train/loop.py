@@ -8,33 +8,30 @@ continued from its last checkpoint, ends with the weights of one that was not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from saltflat.sharpness import sam_sharpness
-from saltflat.train.augment import Batch, TrainLoader, test_batches
+from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
-from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerConfig
+from saltflat.train.config import Config
 from saltflat.train.data import Data, load_data
-from saltflat.train.files import read_json, to_json, write_text
+from saltflat.train.evaluate import accuracies, training_sharpness
+from saltflat.train.files import to_json, write_text
+from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
 from saltflat.train.methods import Setting, Training, check_method
 from saltflat.train.models import build_model
 from saltflat.train.optim import build_optimizer, build_schedule
-
-CONFIG, RESULT = "config.json", "result.json"
+from saltflat.train.step import build_step
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -78,6 +75,13 @@ class State:
     seconds: float = 0.0
     sums: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(3))
     """Over this epoch's images: vanilla loss, extra loss, right answers. Left on the device."""
+
+    def models(self) -> dict[str, nn.Module]:
+        """What is evaluated: the model, and its moving average where there is one."""
+        found: dict[str, nn.Module] = {"accuracy": self.model}
+        if self.training.teacher is not None:
+            found["teacher_accuracy"] = self.training.teacher
+        return found
 
     def figures(self) -> dict[str, float]:
         """The epoch's means so far; this waits for the device."""
@@ -167,7 +171,7 @@ def fit(
                 **state.figures(),
                 "lr": state.training.optimizer.param_groups[0]["lr"],
                 "seconds": state.seconds,
-                **_evaluate(config, data, state, device),
+                **accuracies(config, data, state.models(), device),
             }
             write_metrics(run, [*read_metrics(run), {"epoch": epoch, **figures_of_epoch}])
             for tracker in trackers:
@@ -186,7 +190,7 @@ def fit(
         seconds=state.seconds,
         images_per_second=images / max(state.seconds, 1e-9),
         extra_bytes=state.training.extra_bytes(),
-        sharpness=_sharpness(data, state.model, device),
+        sharpness=training_sharpness(data, state.model, device),
         diverged=last["loss"] is None,
     )
     write_text(run / RESULT, to_json(dataclasses.asdict(result)))
@@ -231,152 +235,12 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
     return State(model, training, schedule, batch_size=config.data.batch_size), device
 
 
-def build_step(
-    config: Config, training: Training, model: nn.Module, device: torch.device
-) -> Callable[[Batch], Tensor]:
-    """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
-    network: Any = torch.compile(model) if config.compile else model
-    smoothing = training.label_smoothing
-    smoothing = config.label_smoothing if smoothing is None else smoothing
-    trained = [p for p in model.parameters() if p.requires_grad]
-
-    vanilla = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
-
-    def row_losses(logits: Tensor, labels: Tensor, partners: Tensor, share: float) -> Tensor:
-        """Cross-entropy of each row, of both labels where the batch is mixed."""
-        losses = vanilla(logits, labels)
-        if share == 1.0:
-            return losses
-        return share * losses + (1 - share) * vanilla(logits, partners)
-
-    def step(batch: Batch) -> Tensor:
-        images = batch.images.to(device, non_blocking=True)
-        if config.channels_last:
-            images = images.to(memory_format=torch.channels_last)
-        labels = batch.labels.to(device, non_blocking=True)
-        mixed = batch.mixed
-        partners = labels if mixed is None else batch.labels[mixed.partner].to(device)
-        share = 1.0 if mixed is None else mixed.share
-        alone = mixed is None or not training.by_sample
-        seen: list[Tensor] = []  # of the first pass alone
-
-        def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                logits = network(images[rows])
-                extra: Tensor | float = 0.0
-                if isinstance(rows, slice) and alone:
-                    extra = training.extra_loss(logits, batch.index[rows], images[rows])
-            return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
-
-        def figures(logits: Tensor, losses: Tensor, extra: Tensor | float, own: Tensor) -> Tensor:
-            extra_sum = torch.as_tensor(extra, device=device).detach() * len(own)
-            right = (logits.detach().argmax(1) == own).sum()
-            return torch.stack([losses.detach().sum(), extra_sum.float(), right.float()])
-
-        def whole() -> Tensor:
-            """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
-            training.optimizer.zero_grad()
-            first, total = not seen, torch.zeros((), device=device)
-            size = -(-len(labels) // config.optimizer.accumulate)
-            for start in range(0, len(labels), size):
-                rows = slice(start, start + size)
-                logits, losses, extra = forward(rows)
-                loss = (losses.mean() + extra) * (len(losses) / len(labels))
-                loss.backward()
-                total += loss.detach()
-                if first:
-                    seen.append(figures(logits, losses, extra, labels[rows]))
-            if config.optimizer.clip_norm is not None:
-                nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
-            return total
-
-        def per_row(rows: Tensor | None) -> Tensor:
-            everything = torch.arange(len(labels), device=device)
-            logits, losses, _ = forward(everything if rows is None else rows)
-            if not seen:
-                seen.append(figures(logits, losses, 0.0, labels))
-            return losses
-
-        training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
-        return torch.stack(seen).sum(0)
-
-    return step
-
-
-@torch.no_grad()
-def _evaluate(config: Config, data: Data, state: State, device: torch.device) -> dict[str, float]:
-    """Accuracy on the test set, of the model and of its moving average, in percent."""
-    models = {"": state.model}
-    if state.training.teacher is not None:
-        models["teacher_"] = state.training.teacher
-    state.model.eval()
-    right = dict.fromkeys(models, 0)
-    count = 0
-    for images, labels in test_batches(data, max(config.data.batch_size, 256), config.data.workers):
-        images, labels = images.to(device), labels.to(device)
-        count += len(labels)
-        for name, model in models.items():
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                right[name] += int((model(images).argmax(1) == labels).sum())
-    return {f"{name}accuracy": 100 * hits / count for name, hits in right.items()}
-
-
-def check_folder(run: Path, config: Config) -> None:
-    """See to it that a folder holds no run of another config.
-
-    Raises:
-        ValueError: If it does; the message says what differs.
-    """
-    if not (run / CONFIG).exists():
-        return
-    theirs = read_json(run / CONFIG)
-    ours = json.loads(to_json(dataclasses.asdict(config)))
-    differing = [
-        f"{name} is {theirs.get(name)!r} there" for name in ours if theirs.get(name) != ours[name]
-    ]
-    if differing:
-        raise ValueError(
-            f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"
-        )
-
-
-def read_config(run: Path) -> Config:
-    """The config that a run was started with.
-
-    Raises:
-        ValueError: If there is no run.
-    """
-    path = run / CONFIG
-    if not path.exists():
-        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
-    values = read_json(path)
-    try:
-        data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
-        optimizer = values.pop("optimizer")
-        optimizer["betas"] = tuple(optimizer["betas"])
-        values["log"] = tuple(values["log"])
-        return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a run's config: {error}") from error
-
-
 def _fingerprint(data: Data) -> int:
     """A sum of the labels and some images, by which changed data are noticed."""
     value = zlib.crc32(data.train.labels.numpy().tobytes())
     for index in range(min(len(data.train), 16)):
         value = zlib.crc32(data.train[index][0].numpy().tobytes(), value)
     return value
-
-
-def _sharpness(data: Data, model: nn.Module, device: torch.device) -> float:
-    """SAM's sharpness on training images without augmentation."""
-    batches, seen = [], 0
-    for x, y in test_batches(dataclasses.replace(data, test=data.train), 256):
-        batches.append((x.to(device), y.to(device)))
-        seen += len(y)
-        if seen >= 1024:
-            break
-    return sam_sharpness(model, cross_entropy, batches)
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""A run's folder: whose it is, and which config it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerConfig
+from saltflat.train.files import read_json, to_json
+
+CONFIG, RESULT = "config.json", "result.json"
+
+
+def check_folder(run: Path, config: Config) -> None:
+    """See to it that a folder holds no run of another config.
+
+    Raises:
+        ValueError: If it does; the message says what differs.
+    """
+    if not (run / CONFIG).exists():
+        return
+    theirs = read_json(run / CONFIG)
+    ours = json.loads(to_json(dataclasses.asdict(config)))
+    differing = [
+        f"{name} is {theirs.get(name)!r} there" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"
+        )
+
+
+def read_config(run: Path) -> Config:
+    """The config that a run was started with.
+
+    Raises:
+        ValueError: If there is no run.
+    """
+    path = run / CONFIG
+    if not path.exists():
+        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
+    values = read_json(path)
+    try:
+        data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
+        optimizer = values.pop("optimizer")
+        optimizer["betas"] = tuple(optimizer["betas"])
+        values["log"] = tuple(values["log"])
+        return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a run's config: {error}") from error

@@ -1,0 +1,87 @@
+"""One training step, of any method, in any precision and number of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from saltflat.train.augment import Batch
+from saltflat.train.config import Config
+from saltflat.train.methods import Training
+
+
+def build_step(
+    config: Config, training: Training, model: nn.Module, device: torch.device
+) -> Callable[[Batch], Tensor]:
+    """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
+    network: Any = torch.compile(model) if config.compile else model
+    smoothing = training.label_smoothing
+    smoothing = config.label_smoothing if smoothing is None else smoothing
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    vanilla = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+
+    def row_losses(logits: Tensor, labels: Tensor, partners: Tensor, share: float) -> Tensor:
+        """Cross-entropy of each row, of both labels where the batch is mixed."""
+        losses = vanilla(logits, labels)
+        if share == 1.0:
+            return losses
+        return share * losses + (1 - share) * vanilla(logits, partners)
+
+    def step(batch: Batch) -> Tensor:
+        images = batch.images.to(device, non_blocking=True)
+        if config.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        labels = batch.labels.to(device, non_blocking=True)
+        mixed = batch.mixed
+        partners = labels if mixed is None else batch.labels[mixed.partner].to(device)
+        share = 1.0 if mixed is None else mixed.share
+        alone = mixed is None or not training.by_sample
+        seen: list[Tensor] = []  # of the first pass alone
+
+        def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                logits = network(images[rows])
+                extra: Tensor | float = 0.0
+                if isinstance(rows, slice) and alone:
+                    extra = training.extra_loss(logits, batch.index[rows], images[rows])
+            return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
+
+        def figures(logits: Tensor, losses: Tensor, extra: Tensor | float, own: Tensor) -> Tensor:
+            extra_sum = torch.as_tensor(extra, device=device).detach() * len(own)
+            right = (logits.detach().argmax(1) == own).sum()
+            return torch.stack([losses.detach().sum(), extra_sum.float(), right.float()])
+
+        def whole() -> Tensor:
+            """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
+            training.optimizer.zero_grad()
+            first, total = not seen, torch.zeros((), device=device)
+            size = -(-len(labels) // config.optimizer.accumulate)
+            for start in range(0, len(labels), size):
+                rows = slice(start, start + size)
+                logits, losses, extra = forward(rows)
+                loss = (losses.mean() + extra) * (len(losses) / len(labels))
+                loss.backward()
+                total += loss.detach()
+                if first:
+                    seen.append(figures(logits, losses, extra, labels[rows]))
+            if config.optimizer.clip_norm is not None:
+                nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
+            return total
+
+        def per_row(rows: Tensor | None) -> Tensor:
+            everything = torch.arange(len(labels), device=device)
+            logits, losses, _ = forward(everything if rows is None else rows)
+            if not seen:
+                seen.append(figures(logits, losses, 0.0, labels))
+            return losses
+
+        training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
+        return torch.stack(seen).sum(0)
+
+    return step
