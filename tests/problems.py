@@ -158,3 +158,16 @@ WRAPPERS = {
     "msam": Wrapper(sam.MSAM, 1, 1),
     "msam, adaptive": Wrapper(partial(sam.MSAM, adaptive=True), 1, 1),
 }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nests are equal, types and dtypes included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other

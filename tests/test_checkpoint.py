@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import Run
+from problems import Run, same
 from safetensors import SafetensorError
 from torch import nn
 
@@ -32,19 +32,6 @@ STATE_OF_ALL_KINDS = {
     "plain": [None, True, 7, 0.1 + 0.2, "word", (1, 2)],
     "by number": {0: {"momentum_buffer": torch.ones(2)}, 1: {}},
 }
-
-
-def same(one, other):
-    """Whether two nests are equal, types and dtypes included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def save(run, step):

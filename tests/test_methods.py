@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from problems import CLASSES, SAMPLES, WRAPPERS, batches, network
+from problems import CLASSES, SAMPLES, WRAPPERS, batches, network, same
 from torch import nn
 
 from saltflat import MESA, SAF, sam, trajectory_loss
@@ -67,16 +67,6 @@ class Trained:
     def load(self, state):
         self.model.load_state_dict(state["model"])
         self.training.load_state_dict(state["training"])
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def through_a_file(state):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-RandomState = dict[torch.device, Tensor]
+RandomState = dict[str, Tensor]
+"""By the device's name, so that it can go into a checkpoint."""
 
 
 def random_state(parameters: Iterable[Tensor]) -> RandomState:
@@ -16,17 +17,17 @@ def random_state(parameters: Iterable[Tensor]) -> RandomState:
     Inside a CUDA graph's capture a GPU's state can be neither read nor set, and is left out: what
     is random in a captured pass differs between the two passes of a step.
     """
-    state = {torch.device("cpu"): torch.get_rng_state()}
+    state = {"cpu": torch.get_rng_state()}
     gpus = {p.device for p in parameters if p.device.type == "cuda"}
     if gpus and not torch.cuda.is_current_stream_capturing():
-        state |= {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        state |= {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
     return state
 
 
 def set_random_state(state: RandomState) -> None:
-    """Go back to where `random_state` was taken."""
+    """Go back to where `random_state` was taken; of GPUs, to those that are here."""
     for device, generator_state in state.items():
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(generator_state, device)
-        else:
+        if device == "cpu":
             torch.set_rng_state(generator_state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(generator_state, device)

@@ -26,6 +26,9 @@ from saltflat._perturb import displaced
 from saltflat.sam._algebra import copies, scale_
 from saltflat.sam._random import RandomState, random_state, set_random_state
 
+Gradients = tuple[list[Tensor], list[Tensor]]
+"""Parameters, and the gradient of each."""
+
 
 class SharpnessAware(Optimizer):
     """A base optimizer that steps with gradients taken at displaced weights.
@@ -78,7 +81,7 @@ class SharpnessAware(Optimizer):
         self._first_step_done = False
         self._base_steps = False
         self._displacement: displaced | None = None
-        self._first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._first: Gradients = ([], [])
         self._check_group({"rho": rho})
         for group in self.param_groups:
             self._check_group(group)
@@ -191,10 +194,9 @@ class SharpnessAware(Optimizer):
         """
         if not self._first_step_done:
             raise RuntimeError("second_step comes after first_step, which was not called")
-        climbed = self._displacement is not None
         first = self._first
         self.cancel()
-        self._combine(climbed, first, scaler)
+        self._combine(first, scaler)
         if scaler is None:
             self.base_optimizer.step()
         else:
@@ -221,7 +223,7 @@ class SharpnessAware(Optimizer):
 
     # What makes up a method.
 
-    def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _moved(self) -> Gradients:
         """The parameters that climb, and their gradients; by default, all that have one."""
         return self._gradients()
 
@@ -229,18 +231,12 @@ class SharpnessAware(Optimizer):
         """How far to climb from the weights, given the gradients there."""
         raise NotImplementedError
 
-    def _combine(
-        self,
-        climbed: bool,
-        first: tuple[list[Tensor], list[Tensor]],
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    def _combine(self, first: Gradients, scaler: torch.amp.GradScaler | None) -> None:
         """Make the gradients to step with of those that the last pass left; by default, these.
 
         Args:
-            climbed: Whether there were two passes.
-            first: Parameters and their gradients in the first pass, with `_keeps_gradients`.
-            scaler: What scaled their losses; the gradients may have overflowed.
+            first: With `_keeps_gradients`, those of the first pass; empty if there was but one.
+            scaler: What scaled the losses; the gradients may have overflowed.
         """
 
     def _method_state(self) -> dict[str, Any]:
@@ -311,7 +307,7 @@ class SharpnessAware(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _gradients(self) -> Gradients:
         """The parameters that have a gradient, and these."""
         pairs = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         if not pairs:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.sam._algebra import copies, inner, ratio, scale_
+from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
 
 
@@ -91,14 +92,7 @@ class GSAM(SAM):
         lowest = min(self.rho_min, rho)
         return lowest + (rho - lowest) * share
 
-    def _combine(
-        self,
-        climbed: bool,
-        first: tuple[list[Tensor], list[Tensor]],
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        if not climbed:
-            return
+    def _combine(self, first: Gradients, scaler: torch.amp.GradScaler | None) -> None:
         pairs = [(p.grad, g) for p, g in zip(*first, strict=True) if p.grad is not None]
         if self.alpha == 0 or not pairs:
             return

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.sam._algebra import copies, inner, norm, ratio, scale_
+from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
 
 
@@ -50,18 +51,13 @@ class LookSAM(SAM):
         self._kept_norm: Tensor | None = None
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
-    def _combine(
-        self,
-        climbed: bool,
-        first: tuple[list[Tensor], list[Tensor]],
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        if not climbed:
+    def _combine(self, first: Gradients, scaler: torch.amp.GradScaler | None) -> None:
+        if not first[0]:
             self._reuse()
         elif self.interval > 1:
             self._keep(first, scaled=scaler is not None)
 
-    def _keep(self, first: tuple[list[Tensor], list[Tensor]], scaled: bool) -> None:
+    def _keep(self, first: Gradients, scaled: bool) -> None:
         """Keep g_v, the part of g_adv that is orthogonal to g."""
         both = [(p, g) for p, g in zip(*first, strict=True) if p.grad is not None]
         if not both:

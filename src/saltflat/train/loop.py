@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saltflat.sam._random import random_state, set_random_state
 from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config
@@ -92,7 +93,7 @@ class State:
         state = {
             "training": self.training.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": _random_state(),
+            "random": random_state(self.model.parameters()),
             "data": _fingerprint(data),
             "progress": {
                 name: getattr(self, name) for name in ("epoch", "step", "best", "seconds", "sums")
@@ -107,7 +108,7 @@ class State:
         self.schedule.load_state_dict(state["schedule"])
         for name, value in state["progress"].items():
             setattr(self, name, value)
-        _set_random_state(state["random"])
+        set_random_state(state["random"])
 
 
 def fit(
@@ -262,16 +263,3 @@ def _stopping() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(noted)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
