@@ -167,9 +167,10 @@ def fit(
                     state.seconds += time.perf_counter() - begin
                     state.save(run, len(loader), data)
                     raise Interrupted(run)
+            means = state.figures()  # which waits for the device, so that the time is all of it
             state.seconds += time.perf_counter() - begin
             figures_of_epoch = {
-                **state.figures(),
+                **means,
                 "lr": state.training.optimizer.param_groups[0]["lr"],
                 "seconds": state.seconds,
                 **accuracies(config, data, state.models(), device),
