@@ -20,7 +20,9 @@ from saltflat.train import (
     OptimizerConfig,
     fit,
     folder,
-    loop,
+)
+from saltflat.train import (
+    state as state_module,
 )
 from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint
@@ -125,7 +127,7 @@ def test_parts_of_a_batch_add_up_to_it(tmp_path, monkeypatch):
         layers = torch.nn.Flatten(), torch.nn.Linear(in_channels * image_size**2, num_classes)
         return torch.nn.Sequential(*layers)
 
-    monkeypatch.setattr(loop, "build_model", linear)
+    monkeypatch.setattr(state_module, "build_model", linear)
     for name in ("base", "saf", "sam"):
         whole = replace(of(name), epochs=4)
         parts = replace(whole, optimizer=replace(whole.optimizer, accumulate=4))

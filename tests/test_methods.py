@@ -11,9 +11,9 @@ from saltflat import MESA, SAF, sam, trajectory_loss
 from saltflat.teacher import EMATeacher
 from saltflat.train.augment import Batch
 from saltflat.train.config import Config, MethodConfig, OptimizerConfig
-from saltflat.train.loop import build_step
 from saltflat.train.methods import METHODS, Setting, Training, check_method
 from saltflat.train.optim import build_optimizer
+from saltflat.train.step import build_step
 
 # So that a term is at work in epoch 1.
 EARLY = {

@@ -10,9 +10,10 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
@@ -25,10 +26,11 @@ from saltflat.train.config import Config, MethodConfig
 from saltflat.train.data import load_data
 from saltflat.train.files import read_json, to_json, write_text
 from saltflat.train.folder import RESULT, check_folder
-from saltflat.train.loop import build, fit
+from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
+from saltflat.train.state import build
 from saltflat.train.statistics import Interval, interval, paired, verdict
-from saltflat.train.step import build_step
+from saltflat.train.step import plain_steps
 
 SUMMARY, TABLE = "summary.json", "table.md"
 Speeds = dict[str, dict[str, float]]
@@ -200,17 +202,20 @@ def _steps(config: Config) -> Callable[[], None]:
     loader = TrainLoader(data, config.data, config.seed)
     torch.manual_seed(0)
     state, device = build(config, data, len(loader))
-    step = build_step(config, state.training, state.model, device)
-    start = 0 if state.training.term is None else state.training.term.start_epoch
-    state.training.set_epoch(start)
-    state.model.train()
-    batches = [b for b, _ in zip(loader.batches(0), range(_STEPS), strict=False)]
-    batches = (batches * _STEPS)[:_STEPS]
+    steps = plain_steps(config, state, loader, device)
+
+    def endless() -> Iterator[None]:
+        start = 0 if state.training.term is None else state.training.term.start_epoch
+        for epoch in count(start):
+            state.training.set_epoch(epoch)
+            state.model.train()
+            yield from steps(epoch, 0)
+
+    going = endless()
 
     def run() -> None:
-        for batch in batches:
-            step(batch)
-            state.training.after_step(state.model)
+        for _ in islice(going, _STEPS):
+            pass
         if device.type == "cuda":
             torch.cuda.synchronize()
 

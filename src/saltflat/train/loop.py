@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,21 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from saltflat.sam._random import random_state, set_random_state
 from saltflat.train.augment import TrainLoader
-from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
+from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.config import Config
-from saltflat.train.data import Data, load_data
+from saltflat.train.data import load_data
 from saltflat.train.evaluate import accuracies, training_sharpness
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
-from saltflat.train.methods import Setting, Training, check_method
-from saltflat.train.models import build_model
-from saltflat.train.optim import build_optimizer, build_schedule
-from saltflat.train.step import build_step
+from saltflat.train.state import build, fingerprint
+from saltflat.train.step import plain_steps
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -61,56 +56,6 @@ class Run:
     """Whether the last epoch's loss is not a number."""
 
 
-@dataclass
-class State:
-    """All that changes in a run."""
-
-    model: nn.Module
-    training: Training
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    epoch: int = 0
-    step: int = 0
-    """Steps done in the epoch."""
-    batch_size: int = 1
-    best: float = 0.0
-    seconds: float = 0.0
-    sums: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(3))
-    """Over this epoch's images: vanilla loss, extra loss, right answers. Left on the device."""
-
-    def models(self) -> dict[str, nn.Module]:
-        """What is evaluated: the model, and its moving average where there is one."""
-        found: dict[str, nn.Module] = {"accuracy": self.model}
-        if self.training.teacher is not None:
-            found["teacher_accuracy"] = self.training.teacher
-        return found
-
-    def figures(self) -> dict[str, float]:
-        """The epoch's means so far; this waits for the device."""
-        loss, extra, right = (self.sums / (self.step * self.batch_size)).tolist()
-        return {"loss": loss, "extra_loss": extra, "train_accuracy": 100 * right}
-
-    def save(self, run: Path, steps_per_epoch: int, data: Data) -> Path:
-        state = {
-            "training": self.training.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "random": random_state(self.model.parameters()),
-            "data": _fingerprint(data),
-            "progress": {
-                name: getattr(self, name) for name in ("epoch", "step", "best", "seconds", "sums")
-            },
-        }
-        done = self.epoch * steps_per_epoch + self.step
-        return save_checkpoint(run, done, self.model.state_dict(), state)
-
-    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.model.load_state_dict(weights)
-        self.training.load_state_dict(state["training"])
-        self.schedule.load_state_dict(state["schedule"])
-        for name, value in state["progress"].items():
-            setattr(self, name, value)
-        set_random_state(state["random"])
-
-
 def fit(
     config: Config, folder: Path | str, *, stop: Callable[[int, int], bool] | None = None
 ) -> Run:
@@ -137,7 +82,7 @@ def fit(
     state, device = build(config, data, len(loader))
     check_folder(run, config)
     if (checkpoint := load_checkpoint(run)) is not None:
-        if checkpoint[1]["data"] != _fingerprint(data):
+        if checkpoint[1]["data"] != fingerprint(data):
             raise ValueError(f"the data of {run} have changed since it was saved")
         state.load(*checkpoint)
     metrics = read_metrics(run)[: state.epoch]
@@ -147,7 +92,7 @@ def fit(
     run.mkdir(parents=True, exist_ok=True)
     write_text(run / CONFIG, to_json(dataclasses.asdict(config), indent=1))
     write_metrics(run, metrics)
-    step = build_step(config, state.training, state.model, device)
+    steps = plain_steps(config, state, loader, device)
 
     done = state.epoch * len(loader) + state.step
     with progress(config.epochs, len(loader), done) as bar, _stopping() as interrupted:
@@ -156,13 +101,10 @@ def fit(
             state.training.set_epoch(epoch)
             state.model.train()
             begin = time.perf_counter()
-            for batch in loader.batches(epoch, skip=state.step):
-                figures = step(batch)
+            for _ in steps(epoch, state.step):
                 state.schedule.step()
-                state.training.after_step(state.model)
-                state.sums = state.sums.to(device) + figures
                 state.step += 1
-                bar.step(epoch, len(batch.labels), state.figures)
+                bar.step(epoch, state.batch_size, state.figures)
                 if interrupted() or (stop is not None and stop(epoch, state.step)):
                     state.seconds += time.perf_counter() - begin
                     state.save(run, len(loader), data)
@@ -171,7 +113,7 @@ def fit(
             state.seconds += time.perf_counter() - begin
             figures_of_epoch = {
                 **means,
-                "lr": state.training.optimizer.param_groups[0]["lr"],
+                "lr": float(state.training.optimizer.param_groups[0]["lr"]),
                 "seconds": state.seconds,
                 **accuracies(config, data, state.models(), device),
             }
@@ -179,7 +121,8 @@ def fit(
             for tracker in trackers:
                 tracker.write(epoch, figures_of_epoch)
             state.best = max(state.best, figures_of_epoch["accuracy"])
-            state.epoch, state.step, state.sums = epoch + 1, 0, torch.zeros(3)
+            state.epoch, state.step = epoch + 1, 0
+            state.sums.zero_()
             if state.epoch % config.checkpoint_every == 0 or state.epoch == config.epochs:
                 state.save(run, len(loader), data)
     last = read_metrics(run)[-1]
@@ -197,52 +140,6 @@ def fit(
     )
     write_text(run / RESULT, to_json(dataclasses.asdict(result)))
     return result
-
-
-def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
-    """Model, optimizer, schedule and method, all checked against each other."""
-    method = check_method(config.method)
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = build_model(
-        config.model,
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
-    ).to(device)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, config.optimizer)
-    setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
-    settings = {**method.settings(), **config.method.settings}
-    limits = {"lag": "compares with {} epochs ago", "start_epoch": "starts in epoch {}"}
-    for name, meaning in limits.items():
-        if settings.get(name, 0) >= config.epochs:
-            raise ValueError(
-                f"{config.method.name} {meaning.format(settings[name])}, and the run has "
-                f"{config.epochs}, counted from 0: set method.settings.{name}"
-            )
-    if config.optimizer.warmup_epochs >= config.epochs:
-        raise ValueError(
-            f"a warm-up of {config.optimizer.warmup_epochs} epochs leaves nothing of "
-            f"{config.epochs}"
-        )
-    training = method.build(setting, **config.method.settings)
-    parts, clipped = config.optimizer.accumulate > 1, config.optimizer.clip_norm is not None
-    if training.per_row and (parts or clipped):
-        raise ValueError(
-            f"{config.method.name} chooses rows of the batch: it takes neither accumulate nor "
-            "clip_norm"
-        )
-    schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
-    return State(model, training, schedule, batch_size=config.data.batch_size), device
-
-
-def _fingerprint(data: Data) -> int:
-    """A sum of the labels and some images, by which changed data are noticed."""
-    value = zlib.crc32(data.train.labels.numpy().tobytes())
-    for index in range(min(len(data.train), 16)):
-        value = zlib.crc32(data.train[index][0].numpy().tobytes(), value)
-    return value
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from saltflat.train.augment import Batch
+from saltflat.train.augment import Batch, TrainLoader
 from saltflat.train.config import Config
 from saltflat.train.methods import Training
+from saltflat.train.state import State
+
+Steps = Callable[[int, int], Iterator[None]]
+"""The steps of an epoch but the first so many; each is done when the iterator gets there."""
+
+
+def plain_steps(config: Config, state: State, loader: TrainLoader, device: torch.device) -> Steps:
+    """Steps on batches that a loader makes, one operation after another."""
+    step = build_step(config, state.training, state.model, device)
+
+    def steps(epoch: int, skip: int) -> Iterator[None]:
+        for batch in loader.batches(epoch, skip):
+            state.sums += step(batch)
+            state.training.after_step(state.model)
+            yield
+
+    return steps
 
 
 def build_step(
