@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltflat._average import has_triton
 from saltflat._clock import Clocked
+from saltflat._sources import Given, Ring, Staged
 from saltflat.trajectory import trajectory_loss
 
 
@@ -77,6 +79,24 @@ class TrajectoryTerm(Clocked):
         self._nonfinite += (~finite).sum()
         return finite
 
+    def _fused_loss(
+        self, logits: Tensor, source: Ring | Staged | Given, *, started: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss and the finite rows, by two kernels; the others are counted."""
+        from saltflat import _fused
+
+        if self._nonfinite.device != logits.device:
+            self._nonfinite = self._nonfinite.to(logits.device)
+        return _fused.weighted_loss(
+            logits,
+            source,
+            self._nonfinite,
+            weight=self.weight,
+            temperature=self.temperature,
+            tau_squared=self.tau_squared,
+            started=started,
+        )
+
     def _loss(self, logits: Tensor, reference: Tensor, valid: Tensor) -> Tensor:
         loss = trajectory_loss(
             logits,
@@ -96,6 +116,15 @@ class TrajectoryTerm(Clocked):
             f"weight={self.weight}, temperature={self.temperature}, "
             f"start_epoch={self.start_epoch}, tau_squared={self.tau_squared}"
         )
+
+
+def can_fuse(logits: Tensor) -> bool:
+    """Whether the kernels of `saltflat._fused` can take these logits."""
+    if torch.compiler.is_compiling() or not (has_triton() and logits.dim() == 2):
+        return False
+    from saltflat import _fused
+
+    return _fused.serves(logits)
 
 
 def _refuse_another_size(

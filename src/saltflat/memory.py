@@ -23,6 +23,8 @@ from torch import Tensor
 
 from saltflat._clock import Clocked
 from saltflat._mapped import mapped_table
+from saltflat._sources import Ring, Staged
+from saltflat._staging import Staging
 from saltflat.codecs import codec_for
 
 _NEVER = torch.iinfo(torch.int32).min
@@ -38,15 +40,6 @@ class Location(NamedTuple):
     """A row of the table for each sample; the last row where the index is out of range."""
     in_range: Tensor | None
     """Which indices are in range; None where all are known to be."""
-
-
-class _Pending(NamedTuple):
-    """Rows on their way from a GPU to a table in host memory."""
-
-    rows: Tensor
-    stored: Tensor
-    keep: Tensor | None
-    arrived: torch.cuda.Event
 
 
 class OutputMemory(Clocked):
@@ -98,7 +91,7 @@ class OutputMemory(Clocked):
         self._codec = codec_for(storage)
         self._follows_logits = device is None and path is None
         self._begun = False
-        self._pending: list[_Pending] = []
+        self._traffic: Staging | None = None
 
         # A table that follows the logits has no memory yet: "meta" until they are seen.
         place = "meta" if self._follows_logits else device or "cpu"
@@ -110,11 +103,10 @@ class OutputMemory(Clocked):
         )
         self._stamps = torch.full(shape[:1], _NEVER, dtype=torch.int32, device=place)
 
-        clock = "cpu" if self._follows_logits else place
-        self._slot_start = torch.zeros((), dtype=torch.int64, device=clock)
-        self._epoch_now = torch.zeros((), dtype=torch.int32, device=clock)
-        self._epoch_wanted = torch.zeros((), dtype=torch.int32, device=clock)
-        self._out_of_range = torch.zeros((), dtype=torch.int64, device=clock)
+        # The slot's first row, the epoch now, the epoch wanted, and indices out of range so far.
+        self._clock = torch.zeros(
+            4, dtype=torch.int64, device="cpu" if self._follows_logits else place
+        )
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +130,8 @@ class OutputMemory(Clocked):
             ValueError: If the epoch is not a whole number from 0 or goes backwards; or if, since
                 the last call, indices on a device were out of range.
         """
-        if out_of_range := int(self._out_of_range):
-            self._out_of_range.zero_()
+        if out_of_range := int(self._clock[3]):
+            self._clock[3] = 0
             raise ValueError(
                 f"{out_of_range} indices since the last set_epoch were outside "
                 f"0..{self.num_samples - 1}; they were neither read nor written. "
@@ -152,9 +144,8 @@ class OutputMemory(Clocked):
         super()._begin(epoch)
         self._begun = epoch is not None
         if epoch is not None:
-            self._slot_start.fill_(epoch % self.lag * self.num_samples)
-            self._epoch_now.fill_(epoch)
-            self._epoch_wanted.fill_(epoch - self.lag)
+            now = (epoch % self.lag * self.num_samples, epoch, epoch - self.lag)
+            self._clock[:3].copy_(torch.tensor(now, device="cpu"))
 
     def locate(self, index: Tensor, device: torch.device | str = "cpu") -> Location:
         """Find the rows of a batch.
@@ -171,6 +162,16 @@ class OutputMemory(Clocked):
             ValueError: If the index is not a vector of whole numbers from 0 to num_samples - 1.
             RuntimeError: If no epoch has begun.
         """
+        index, known = self._checked(index, torch.device(device))
+        if known:
+            return Location(index + self._clock[0], None)
+        in_range = (index >= 0) & (index < self.num_samples)
+        self._clock[3] += (~in_range).sum()
+        rows = torch.where(in_range, index + self._clock[0], len(self._table) - 1)
+        return Location(rows, in_range)
+
+    def _checked(self, index: Tensor, device: torch.device) -> tuple[Tensor, bool]:
+        """The index on the table's device, and whether all of it is known to be in range."""
         if not self._begun:
             raise RuntimeError("call set_epoch(epoch) at the start of every epoch")
         if index.dim() != 1 or index.dtype not in _WHOLE:
@@ -178,21 +179,51 @@ class OutputMemory(Clocked):
                 "index must be a vector of whole numbers, got "
                 f"{index.dtype} of shape {tuple(index.shape)}"
             )
-        self._place(torch.device(device))
+        self._place(device)
         device = self._table.device
-        if "cpu" in (index.device.type, device.type) and not torch.compiler.is_compiling():
-            index = index.to("cpu", torch.int64)
-            if len(index) and (index.min() < 0 or index.max() >= self.num_samples):
+        if "cpu" not in (index.device.type, device.type) or torch.compiler.is_compiling():
+            return index.to(device, torch.int64, non_blocking=True), False
+        index = index.to("cpu", torch.int64)
+        if len(index):
+            least, greatest = (int(bound) for bound in torch.aminmax(index))
+            if least < 0 or greatest >= self.num_samples:
                 raise ValueError(
-                    f"index must be within 0..{self.num_samples - 1}, got {int(index.min())} to "
-                    f"{int(index.max())}: num_samples must be the length of the training set"
+                    f"index must be within 0..{self.num_samples - 1}, got {least} to {greatest}: "
+                    "num_samples must be the length of the training set"
                 )
-            return Location(index.to(device, non_blocking=True) + self._slot_start, None)
-        index = index.to(device, torch.int64, non_blocking=True)
-        in_range = (index >= 0) & (index < self.num_samples)
-        self._out_of_range += (~in_range).sum()
-        rows = torch.where(in_range, index + self._slot_start, len(self._table) - 1)
-        return Location(rows, in_range)
+        return index.to(device, non_blocking=True), True
+
+    def prefetch(self, index: Tensor, device: torch.device | str) -> None:
+        """Begin to fetch a batch's references, where the table is in host memory.
+
+        Args:
+            index: As for `locate`; the same must be located next.
+            device: The GPU that will want them; anything else has nothing to wait for.
+        """
+        device = torch.device(device)
+        if self._crosses(device):
+            self._staging().prefetch(self.locate(index, device).rows, device)
+
+    def source(self, index: Tensor, logits: Tensor) -> Ring | Staged:
+        """Where the kernels of `saltflat._fused` find a batch's references; see `sent`."""
+        if self._crosses(logits.device):
+            rows = self.locate(index, logits.device).rows
+            stored, valid = self._staging().fetch(rows, logits.device)
+            return Staged(stored, valid, torch.empty_like(stored), rows, self.storage)
+        index, _ = self._checked(index, logits.device)
+        return Ring(
+            self._table,
+            self._stamps,
+            self._clock,
+            index.contiguous(),
+            self.num_samples,
+            self.storage,
+        )
+
+    def sent(self, source: Ring | Staged, finite: Tensor) -> None:
+        """Take what the kernels left of a batch; a ring on the GPU has it already."""
+        if source.mode == "staged":
+            self._staging().send(source.rows, source.outgoing, finite)
 
     def read(
         self, location: Location, device: torch.device | str | None = None
@@ -207,16 +238,14 @@ class OutputMemory(Clocked):
             References of shape (batch, classes), meaningless where not valid, and booleans of
             shape (batch,).
         """
-        self._settle()
         device = self._table.device if device is None else torch.device(device)
-        ring = (self._table, self._stamps, location.rows, self._epoch_wanted)
         if self._crosses(device):
-            stored, valid = (
-                staged.to(device, non_blocking=True) for staged in _gather(*ring, True)
-            )
+            stored, valid = self._staging().fetch(location.rows, device)
         else:
+            self._settle()
             gather = _opaque_gather if torch.compiler.is_compiling() else _gather
-            stored, valid = (part.to(device) for part in gather(*ring, False))
+            found = gather(self._table, self._stamps, location.rows, self._clock[2], False)
+            stored, valid = (part.to(device) for part in found)
         if location.in_range is not None:
             valid &= location.in_range.to(device)
         return self._codec.decode(stored), valid
@@ -237,36 +266,41 @@ class OutputMemory(Clocked):
                 f"logits must be of shape ({len(location.rows)}, {self.num_classes}) for an index "
                 f"of length {len(location.rows)}, got {tuple(logits.shape)}"
             )
-        self._settle()
         stored = self._codec.encode(logits.detach().to(torch.float32))
+        if keep is None:
+            keep = torch.ones(len(stored), dtype=torch.bool, device=logits.device)
         if self._crosses(logits.device):
-            stored = _fetched(stored)
-            keep = None if keep is None else _fetched(keep)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._pending.append(_Pending(location.rows, stored, keep, arrived))
+            self._staging().send(location.rows, stored, keep)
         else:
-            device = self._table.device
-            keep = None if keep is None else keep.to(device)
-            self._put(location.rows, stored.to(device), keep)
+            self._settle()
+            self._put(location.rows, stored.to(self._table.device), keep.to(self._table.device))
 
-    def _put(self, rows: Tensor, stored: Tensor, keep: Tensor | None) -> None:
+    def _put(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
         last = len(self._table) - 1
-        if keep is not None:
-            rows = torch.where(keep, rows, last)
+        rows = torch.where(keep, rows, last)
         rows, order = rows.sort(stable=True)
         repeated = rows[:-1] == rows[1:]
         rows[:-1].masked_fill_(repeated, last)
         self._table.index_copy_(0, rows, stored.index_select(0, order))
         # index_fill_ would do, were it not to wait for the device to learn the value.
-        self._stamps.index_copy_(0, rows, self._epoch_now.expand(len(rows)))
+        self._stamps.index_copy_(0, rows, self._clock[1].to(torch.int32).expand(len(rows)))
+
+    def _staging(self) -> Staging:
+        if self._traffic is None:
+            self._traffic = Staging(self._gather_pinned, self._put)
+        return self._traffic
+
+    def _gather_pinned(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return _gather(self._table, self._stamps, rows, self._clock[2], True)
 
     def _settle(self) -> None:
-        """Write what has arrived from the GPU since; it left in the step before."""
-        for rows, stored, keep, arrived in self._pending:
-            arrived.synchronize()
-            self._put(rows, stored, keep)
-        self._pending.clear()
+        """Have in the table what was written."""
+        if self._traffic is not None:
+            self._traffic.settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return {**self.__dict__, "_traffic": None}
 
     def _crosses(self, device: torch.device) -> bool:
         """Whether rows travel between a GPU and a table in host memory."""
@@ -280,7 +314,7 @@ class OutputMemory(Clocked):
         if self._table.is_meta:
             self._table = torch.zeros_like(self._table, device=device)
             self._stamps = torch.full_like(self._stamps, _NEVER, device=device)
-        for name in _TENSORS:
+        for name in ("_table", "_stamps", "_clock"):
             setattr(self, name, getattr(self, name).to(device))
 
     def extra_repr(self) -> str:
@@ -320,7 +354,8 @@ class OutputMemory(Clocked):
         error_msgs += wrong
         if missing or wrong:
             return
-        self._pending.clear()
+        if self._traffic is not None:
+            self._traffic.drop()
         if self._table.is_meta:
             self._place(state_dict[prefix + "table"].device)
         for name, ring in self._rings().items():
@@ -341,9 +376,6 @@ class OutputMemory(Clocked):
             "table": self._table[:-1].view(*shape, -1),
             "stamps": self._stamps[:-1].view(shape),
         }
-
-
-_TENSORS = ("_table", "_stamps", "_slot_start", "_epoch_now", "_epoch_wanted", "_out_of_range")
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -373,9 +405,3 @@ def _(
     table: Tensor, stamps: Tensor, rows: Tensor, wanted: Tensor, pinned: bool
 ) -> tuple[Tensor, Tensor]:
     return table.new_empty((len(rows), table.shape[1])), rows.new_empty(len(rows), dtype=torch.bool)
-
-
-def _fetched(tensor: Tensor) -> Tensor:
-    """A pinned copy in host memory, complete when the current stream gets there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saltflat._term import TrajectoryTerm
+from saltflat._sources import Given
+from saltflat._term import TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
 
 
@@ -87,6 +88,9 @@ class MESA(TrajectoryTerm):
                 f"the teacher must return logits of shape {tuple(logits.shape)}, got {got}: "
                 "give MESA a model that returns the tensor of logits itself"
             )
+        logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
+        if can_fuse(logits):
+            return self._fused_loss(logits, Given(reference.contiguous()))[0]
         return self._loss(logits, reference, self._finite_rows(logits, reference))
 
     def set_epoch(self, epoch: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saltflat._term import TrajectoryTerm
+from saltflat._term import TrajectoryTerm, can_fuse
 from saltflat.memory import OutputMemory
 
 
@@ -116,7 +116,13 @@ class SAF(TrajectoryTerm):
                 f"{tuple(logits.shape)}, got {tuple(index.shape)}"
             )
         logits = logits.flatten(0, -2)
-        location = self.memory.locate(index.flatten(), logits.device)
+        index = index.flatten()
+        if can_fuse(logits):
+            source = self.memory.source(index, logits)
+            loss, finite = self._fused_loss(logits, source, started=started)
+            self.memory.sent(source, finite)
+            return loss if started else loss.detach()
+        location = self.memory.locate(index, logits.device)
         finite = self._finite_rows(logits)
         if not started:
             self.memory.write(location, logits, keep=finite)
@@ -124,6 +130,19 @@ class SAF(TrajectoryTerm):
         reference, valid = self.memory.read(location, logits.device)
         self.memory.write(location, logits, keep=finite)
         return self._loss(logits, reference, valid & finite)
+
+    def prefetch(self, index: Tensor, device: torch.device | str) -> None:
+        """Begin to fetch a batch's references, before its forward pass.
+
+        Worth a line where the outputs are stored in host memory or in a file and a step is short;
+        elsewhere it does nothing. The loss is the same with it and without.
+
+        Args:
+            index: What the next call will be given.
+            device: Where its logits will be.
+        """
+        if self._started and self.training:
+            self.memory.prefetch(torch.as_tensor(index).flatten(), device)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; see `OutputMemory.set_epoch` for what it raises."""

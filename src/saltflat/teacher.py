@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from saltflat import _capture
+from saltflat._average import Averaging
+
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -95,9 +98,24 @@ class EMATeacher(nn.Module):
             self._plan = _Plan(self, model)
         averages, live = self._plan.averaged()
         if averages:
-            torch._foreach_lerp_(averages, live, 1 - self.next_decay())
+            known = None
+            if not _capture.capturing():
+                self._plan.prepare(averages, live)
+                known = 1 - self.next_decay()
+                self.before_replay()
+            self._plan.average(averages, live, known)
         for target, source in self._plan.copied():
             target.copy_(source)
+
+    def before_replay(self) -> None:
+        """Count an update that a CUDA graph is about to repeat, and set its decay.
+
+        A captured `update` cannot count, nor know how far the warm-up is. Update at least once
+        before the capture, and call this before each replay.
+        """
+        if self._plan is None:
+            raise RuntimeError("update the teacher once before its update is captured or replayed")
+        self._plan.weight.fill_(1 - self.next_decay())
         self.updates += 1
 
     def next_decay(self) -> float:
@@ -139,6 +157,8 @@ class _Plan:
 
     def __init__(self, teacher: EMATeacher, model: nn.Module) -> None:
         self.model = weakref.ref(model)
+        self.weight = torch.zeros((), dtype=torch.float64)
+        self._averaging: Averaging | None = None
         ours, theirs = _slots(teacher.module), _slots(_unwrapped(model))
         precise = _slots(teacher.precise)
         if problem := _mismatch(ours, theirs) or _too_coarse(ours, precise):
@@ -154,6 +174,18 @@ class _Plan:
                     self._copied.append((slot, average))
             else:
                 self._copied.append((slot, theirs[name]))
+
+    def prepare(self, averages: list[Tensor], live: list[Tensor]) -> None:
+        """Note where the tensors are, if they are not where they were."""
+        if self._averaging is None or not self._averaging.fits(averages, live):
+            self._averaging = Averaging(averages, live)
+            self.weight = self.weight.to(averages[0].device)
+
+    def average(self, averages: list[Tensor], live: list[Tensor], known: float | None) -> None:
+        """Average by the weight that was set, whose value is known unless this is captured."""
+        if self._averaging is None:
+            raise RuntimeError("update the teacher once before its update is captured or replayed")
+        self._averaging(averages, live, self.weight, known)
 
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and the live tensors that go into them, in the averages' precision."""

@@ -1,0 +1,81 @@
+"""Many tensors averaged by a weight that lies on the device, so that a CUDA graph can repeat it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@cache
+def has_triton() -> bool:
+    """Whether GPU kernels can be compiled here."""
+    return find_spec("triton") is not None
+
+
+class Averaging:
+    """v += weight (x - v) for pairs of tensors; float32 ones on a GPU in one kernel.
+
+    Args:
+        averages: The tensors v, changed in place.
+        live: The tensors x, as they are laid out in memory.
+    """
+
+    def __init__(self, averages: list[Tensor], live: list[Tensor]) -> None:
+        pairs = list(zip(averages, live, strict=True))
+        self._addresses = [(v.data_ptr(), x.data_ptr()) for v, x in pairs]
+        self._kernel = has_triton() and bool(pairs) and all(_plain(v, x) for v, x in pairs)
+        if not self._kernel:
+            return
+        starts = [range(0, v.numel(), _BLOCK) for v in averages]
+        tables = (
+            [v.data_ptr() for v in averages],
+            [x.data_ptr() for x in live],
+            [v.numel() for v in averages],
+            [k for k, blocks in enumerate(starts) for _ in blocks],
+            [start for blocks in starts for start in blocks],
+        )
+        self._programs = len(tables[-1])
+        self._tables = [torch.tensor(table, device=averages[0].device) for table in tables]
+
+    def fits(self, averages: list[Tensor], live: list[Tensor]) -> bool:
+        """Whether the tensors still are where they were."""
+        pairs = zip(averages, live, strict=True)
+        return self._addresses == [(v.data_ptr(), x.data_ptr()) for v, x in pairs]
+
+    def __call__(
+        self, averages: list[Tensor], live: list[Tensor], weight: Tensor, known: float | None
+    ) -> None:
+        """Average the same tensors, or such as fit.
+
+        Args:
+            averages: The tensors v.
+            live: The tensors x.
+            weight: On their device, a float64 of no dimensions.
+            known: Its value, unless it will be another when this is repeated.
+        """
+        if self._kernel:
+            from saltflat._kernels import average
+
+            average[(self._programs,)](*self._tables, weight, BLOCK=_BLOCK)
+        elif known is not None:
+            torch._foreach_lerp_(averages, live, known)
+        else:
+            change = torch._foreach_sub(live, averages)
+            torch._foreach_mul_(change, weight)
+            torch._foreach_add_(averages, change)
+
+
+def _plain(v: Tensor, x: Tensor) -> bool:
+    """Whether a pair can be averaged as two runs of float32 in a GPU's memory."""
+    return (
+        v.is_cuda
+        and v.device == x.device
+        and v.dtype == x.dtype == torch.float32
+        and v.stride() == x.stride()
+        and torch.ops.aten.is_non_overlapping_and_dense(v)
+    )
