@@ -24,7 +24,7 @@ ARROWS = {
     "mesa": {"_term", "teacher"},
     "sam": {"_perturb", "_batchnorm"},
     "sharpness": {"_perturb", "_batchnorm"},
-    "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed", "sharpness"},
+    "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed", "sharpness", "__version__"},
     "cli": {"train"},
     "__main__": {"cli"},
     "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sam"},
