@@ -25,7 +25,8 @@ ARROWS = {
     "sam": {"_perturb", "_batchnorm"},
     "sharpness": {"_perturb", "_batchnorm"},
     "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed", "sharpness", "__version__"},
-    "cli": {"train"},
+    "report": set(),
+    "cli": {"train", "report"},
     "__main__": {"cli"},
     "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sam"},
 }
@@ -35,6 +36,7 @@ THIRD_PARTIES = {"torch", "numpy"}
 EXTRAS = {
     "cli.py": {"jsonargparse", "rich"},
     "checkpoint.py": {"safetensors"},
+    "figures.py": {"matplotlib"},
     "data.py": {"datasets", "sklearn", "torchvision"},
     "augment.py": {"torchvision"},
     "log.py": {"rich"},
