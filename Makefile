@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	$(call step,look for Python 3.11 or newer,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))')
 	$(call step,make $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call step,bring pip up to date,$(BIN)/python -m pip install -q --upgrade -c constraints.txt pip)
-	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[train]" --group dev)
+	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[train,report]" --group dev)
 	@touch $@
 
 clean:

@@ -41,6 +41,50 @@ def test_compare_prints_a_table_and_a_verdict(tmp_path, capsys):
     assert "sam: " in said and "95 % interval" in said
 
 
+SYNTHETIC = ["--data.name=synthetic:8:4:64", "--data.batch_size=32"]
+
+
+def test_train_on_synthetic_images(tmp_path):
+    main(["train", *SYNTHETIC, "--epochs=1", f"--out={tmp_path / 'run'}"])
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_bench_prints_what_it_writes(tmp_path, capsys):
+    out = tmp_path / "new"
+    main(
+        [
+            *("bench", *SYNTHETIC, "--methods=[base,sam,esam]", "--rounds=2", "--steps=2"),
+            *("--settings={esam: {gamma: 0.25}}", "--accuracies={base: 70.5, sam: 71}"),
+            f"--out={out}",
+        ]
+    )
+    line, *lines = capsys.readouterr().out.splitlines()
+    record = json.loads((out / "bench.json").read_text())
+    assert record["command"].startswith("saltflat bench --data.name=synthetic:8:4:64")
+    assert "--out" not in record["command"] and str(tmp_path) not in record["command"]
+    for fact in ("work", "hardware", "versions", "command"):
+        assert record[fact] and record[fact] in line
+    assert "n = 2 rounds of 2 steps" in line
+    assert [row["method"] for row in record["rows"]] == ["base", "sam", "esam"]
+    assert record["rows"][2]["forward_passes"] == 2.25
+    assert all(len(row["seconds"]) == 2 for row in record["rows"])
+    shown = [[cell.strip() for cell in row.split("│")[1:-1]] for row in lines if "│" in row]
+    text = (out / "bench.md").read_text()
+    for cells in shown:
+        assert f"| {' | '.join(cells)} |" in text
+    assert [cells[0] for cells in shown] == ["base", "sam", "esam"]
+    picture = (out / "accuracy_speed.svg").read_text()
+    assert "<!-- sam -->" in picture and "<!-- esam -->" not in picture
+    assert (out / "accuracy_speed.png").exists()
+
+
+def test_bench_writes_nothing_unless_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["bench", *SYNTHETIC, "--methods=[saf]", "--rounds=1", "--steps=1"])
+    assert " 1 + 1 " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
     main(["methods"])
     said = capsys.readouterr().out
@@ -56,7 +100,7 @@ def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "methods", "models", "recipes"])
+@pytest.mark.parametrize("command", ["train", "compare", "bench", "methods", "models", "recipes"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -78,7 +122,16 @@ def test_help_shows_an_example(command, capsys):
         (["train", "--data.name=digit"], "did you mean 'digits'?"),
         (["train", "--data.batch_size=4000"], "batch"),
         (["train", "--resume=nowhere"], "nowhere holds no run"),
-        (["compare", "--settings={sma: {rho: 1}}"], "settings for sma, which are not compared"),
+        (["compare", "--settings={sma: {rho: 1}}"], "settings for sma, not among the methods"),
+        (["bench", "--methods=[base,safe]"], "unknown method 'safe': did you mean 'saf'?"),
+        (["bench", "--methods=[saf,saf]"], "methods must be different ones, got saf, saf"),
+        (["bench", "--methods=[]"], "bench needs a method at least"),
+        (["bench", "--settings={sma: {rho: 1}}"], "settings for sma, not among the methods"),
+        (["bench", "--accuracies={esam: 1}"], "accuracies for esam, not among the methods"),
+        (["bench", "--accuracies={sam: 1}"], "say with --out where it goes"),
+        (["bench", "--rounds=0"], "rounds must be at least 1, got 0"),
+        (["bench", "--steps=0"], "steps must be at least 1, got 0"),
+        (["bench", "--data.name=synthetic:x"], "not of the form synthetic:SIDE:CLASSES[:SAMPLES]"),
         (["tarin"], "train"),
     ],
 )

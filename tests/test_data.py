@@ -89,6 +89,47 @@ def saved(tmp_path, **changes):
     return str(file)
 
 
+def test_synthetic():
+    data = load_data(DataConfig("synthetic:16:10"))
+    assert (data.num_classes, data.in_channels, data.image_size) == (10, 3, 16)
+    assert (len(data.train), len(data.test)) == (2048, 256)
+    assert data.train.images.shape == (2048, 3, 16, 16)
+    assert data.train.images.dtype == torch.uint8
+    assert data.train.labels.bincount().tolist() == [205] * 8 + [204] * 2
+    assert len(data.test.labels.unique()) == 10
+    assert not sample_set(data.train) & sample_set(data.test)
+    deviation = ((256**2 - 1) / 12) ** 0.5 / 255  # of bytes that are all as likely
+    assert data.mean == pytest.approx((0.5,) * 3, abs=2e-3)
+    assert data.std == pytest.approx((deviation,) * 3, rel=5e-3)
+    again = load_data(DataConfig("synthetic:16:10"))
+    assert torch.equal(data.train.images, again.train.images)
+
+
+def test_synthetic_of_more_classes_than_samples():
+    data = load_data(DataConfig("synthetic:2:1000:6"))
+    assert (len(data.train), data.num_classes) == (6, 1000)
+    assert len(load_data(DataConfig("synthetic:2:3:6", train_size=4)).train) == 4
+    assert set(load_data(DataConfig("synthetic:2:6:6")).train.labels.tolist()) == set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("synthetic", "is not of the form synthetic:SIDE:CLASSES"),
+        ("synthetic:32", "is not of the form"),
+        ("synthetic:32:ten", "is not of the form"),
+        ("synthetic:32:10:", "is not of the form"),
+        ("synthetic:32:10:-5", "is not of the form"),
+        ("synthetic:0:10", "SIDE must be at least 1, CLASSES and SAMPLES at least 2"),
+        ("synthetic:8:1", "SIDE must be at least 1, CLASSES and SAMPLES at least 2"),
+        ("synthetic:8:10:1", "SIDE must be at least 1, CLASSES and SAMPLES at least 2"),
+    ],
+)
+def test_synthetic_with_something_wrong(name, problem):
+    with pytest.raises(ValueError, match=rf"{name}.*{problem}"):
+        load_data(DataConfig(name))
+
+
 def test_npz_of_bytes(tmp_path):
     data = load_data(DataConfig(saved(tmp_path)))
     assert (data.num_classes, data.in_channels, data.image_size) == (4, 3, 6)
@@ -174,6 +215,7 @@ def test_sizes_that_do_not_fit(tmp_path):
         ("digit", "did you mean 'digits'"),
         ("cifar", "did you mean 'cifar10'"),
         ("no/such", "hf:NAME"),
+        ("synthetc:32:10", "did you mean 'synthetic:SIDE:CLASSES'"),
     ],
 )
 def test_unknown_names(name, hint):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -19,6 +19,7 @@ except ImportError as error:  # the library itself needs torch and numpy alone
 EXAMPLES = {
     "train": "saltflat train --method.name saf --data.label_noise 0.2 --out runs/saf",
     "compare": "saltflat compare --config recipes/digits_noisy.yaml --methods [base,saf,mesa]",
+    "bench": "saltflat bench --data.name synthetic:32:100 --model cifar_resnet18",
     "methods": "saltflat methods",
     "models": "saltflat models",
     "recipes": "saltflat recipes",
@@ -36,19 +37,39 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
-    """What is compared, and how often."""
+class MethodsOptions:
+    """Which methods, and with which settings."""
 
     methods: tuple[str, ...] = ("base", "sam", "saf", "mesa")
     """The first is the base that the others are compared with."""
     settings: dict[str, dict[str, Any]] | None = None
     """What differs from a method's defaults, by its name: {saf: {weight: 0.5}}."""
+
+
+@dataclass(frozen=True)
+class CompareOptions(MethodsOptions):
+    """What is compared, and how often."""
+
     seeds: int = 3
     jobs: int = 1
     """Runs at once."""
     budget: Literal["epochs", "time"] = "epochs"
     """time: a slower method trains for fewer epochs."""
     out: str = "runs/compare"
+
+
+@dataclass(frozen=True)
+class BenchOptions(MethodsOptions):
+    """What is measured, and how often."""
+
+    rounds: int = 7
+    """Each takes every method in turn; one more comes first, to warm up."""
+    steps: int = 10
+    """Of a method in a round: a multiple of five for looksam, which climbs every fifth step."""
+    accuracies: dict[str, float] | None = None
+    """Of methods, in percent, for a picture of accuracy against speed: {base: 76.0, saf: 77.8}."""
+    out: str | None = None
+    """A folder for bench.json, bench.md and the picture."""
 
 
 class _Parser(ArgumentParser):
@@ -82,8 +103,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     try:
-        parsed = _parser().parse_args([a for a in arguments if a != "--debug"])
-        _COMMANDS[parsed.command](parsed[parsed.command])
+        arguments = [a for a in arguments if a != "--debug"]
+        parsed = _parser().parse_args(arguments)
+        options = parsed[parsed.command]
+        options.arguments = arguments  # as they were given, for the record of a measurement
+        _COMMANDS[parsed.command](options)
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
@@ -105,6 +129,7 @@ def _parser() -> _Parser:
     for name, (description, options) in {
         "train": ("Train a model, or go on with a run.", TrainOptions),
         "compare": ("Train with several methods and compare them.", CompareOptions),
+        "bench": ("Measure what a training step costs with several methods.", BenchOptions),
         "methods": ("List the methods.", None),
         "models": ("List the models.", None),
         "recipes": ("List the recipes and the paper's figures.", None),
@@ -136,6 +161,27 @@ def _split(options: Namespace, kind: type[Any]) -> tuple[Any, Any]:
     return config, kind(**own)
 
 
+def _chosen(config: Any, own: MethodsOptions) -> list[Any]:
+    """The methods of a command, with a recipe's settings and the command's own."""
+    from saltflat.train import MethodConfig
+    from saltflat.train.methods import check_method
+
+    if len(set(own.methods)) < len(own.methods):
+        raise ValueError(f"methods must be different ones, got {', '.join(own.methods)}")
+    settings = own.settings or {}
+    _require_chosen("settings", settings, own)
+    recipe = {config.method.name: config.method.settings}
+    methods = [MethodConfig(n, {**recipe.get(n, {}), **settings.get(n, {})}) for n in own.methods]
+    for method in methods:
+        check_method(method)
+    return methods
+
+
+def _require_chosen(what: str, given: dict[str, Any], own: MethodsOptions) -> None:
+    if unknown := given.keys() - set(own.methods):
+        raise ValueError(f"{what} for {', '.join(sorted(unknown))}, not among the methods")
+
+
 def _train(options: Namespace) -> None:
     from saltflat.train import Config, Interrupted, fit
     from saltflat.train.folder import read_config
@@ -165,18 +211,11 @@ def _train(options: Namespace) -> None:
 
 
 def _compare(options: Namespace) -> None:
-    from saltflat.train import Interrupted, MethodConfig
+    from saltflat.train import Interrupted
     from saltflat.train.compare import compare, describe, table, verdicts
-    from saltflat.train.methods import check_method
 
     config, own = _split(options, CompareOptions)
-    settings = own.settings or {}
-    if unknown := settings.keys() - set(own.methods):
-        raise ValueError(f"settings for {', '.join(sorted(unknown))}, which are not compared")
-    recipe = {config.method.name: config.method.settings}
-    methods = [MethodConfig(n, {**recipe.get(n, {}), **settings.get(n, {})}) for n in own.methods]
-    for method in methods:
-        check_method(method)
+    methods = _chosen(config, own)
     print(f"comparing {', '.join(own.methods)} on {describe(config)}, {own.seeds} seeds")
     try:
         rows = compare(config, methods, own.out, seeds=own.seeds, jobs=own.jobs, budget=own.budget)
@@ -187,6 +226,37 @@ def _compare(options: Namespace) -> None:
     for sentence in verdicts(rows):
         print(sentence)
     print(f"95 % intervals by Student's t over {own.seeds} seeds; written to {own.out}")
+
+
+def _bench(options: Namespace) -> None:
+    from saltflat.train.bench import bench, describe, heading, table, write
+    from saltflat.train.provenance import command, provenance
+    from saltflat.train.state import device_of
+
+    config, own = _split(options, BenchOptions)
+    configs = {method.name: replace(config, method=method) for method in _chosen(config, own)}
+    accuracies = own.accuracies or {}
+    _require_chosen("accuracies", accuracies, own)
+    if accuracies and own.out is None:
+        raise ValueError("accuracies are for a picture: say with --out where it goes")
+    if accuracies:  # now, so that what is missing is missed before the work
+        from saltflat.report.figures import accuracy_speed
+    facts = {
+        "work": describe(config),
+        **provenance(command("saltflat", *options.arguments), device_of(config)),
+        "rounds": own.rounds,
+        "steps": own.steps,
+        "accuracies": accuracies,
+    }
+    print(heading(facts))
+    rows = bench(configs, rounds=own.rounds, steps=own.steps)
+    _print(table(rows))
+    if own.out is not None:
+        write(Path(own.out), facts, rows)
+    if accuracies:
+        known = [asdict(row) for row in rows if row.method in accuracies]
+        points = [{**row, "accuracy": accuracies[row["method"]]} for row in known]
+        accuracy_speed(points, Path(own.out) / "accuracy_speed")
 
 
 def _methods(_: Namespace) -> None:
@@ -229,6 +299,7 @@ def _print(lines: list[list[str]]) -> None:
 _COMMANDS = {
     "train": _train,
     "compare": _compare,
+    "bench": _bench,
     "methods": _methods,
     "models": _models,
     "recipes": _recipes,

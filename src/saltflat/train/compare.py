@@ -1,7 +1,7 @@
 """Methods side by side: the same data, seeds and budget, and an honest table.
 
-Speeds are measured apart from the runs, in rounds that take every method in turn, so that all see
-the same machine. Runs that are complete are kept, so an interrupted comparison goes on.
+Speeds are measured apart from the runs, by `bench`. Runs that are complete are kept, so an
+interrupted comparison goes on.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 
-from saltflat.train.augment import TrainLoader
+from saltflat.train.bench import bench
 from saltflat.train.config import Config, MethodConfig
-from saltflat.train.data import load_data
-from saltflat.train.files import read_json, to_json, write_text
+from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import RESULT, check_folder
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
-from saltflat.train.state import build
 from saltflat.train.statistics import Interval, interval, paired, verdict
-from saltflat.train.step import plain_steps
 
 SUMMARY, TABLE = "summary.json", "table.md"
 Speeds = dict[str, dict[str, float]]
-_STEPS = 10
-"""Steps of a round in which speeds are measured."""
 
 
 @dataclass(frozen=True)
@@ -168,58 +161,20 @@ def _line(path: Path, result: dict[str, Any]) -> str:
     return f"{path.parent.name} {path.name}: {accuracy:.2f} % in {seconds:.1f} s{diverged}"
 
 
-def _speeds(folder: Path, configs: dict[str, Config], rounds: int = 7) -> Speeds:
+def _speeds(folder: Path, configs: dict[str, Config]) -> Speeds:
     """How fast each method is, and as a share of the first one's; kept once measured."""
     path = folder / "speeds.json"
     wanted = json.loads(to_json({name: dataclasses.asdict(c) for name, c in configs.items()}))
     known = read_json(path) if path.exists() else {}
     if known.get("configs") == wanted:
         return dict(known["speeds"])
-    steps = {name: _steps(config) for name, config in configs.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - begin)
-    base, *_ = times.values()
-    images = _STEPS * next(iter(configs.values())).data.batch_size
     speeds = {
-        name: {
-            "images_per_second": images / median(spent[1:]),
-            "ratio": median(b / own for b, own in zip(base[1:], spent[1:], strict=True)),
-        }
-        for name, spent in times.items()
+        row.method: {"images_per_second": row.images_per_second, "ratio": row.ratio}
+        for row in bench(configs)
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path, to_json({"configs": wanted, "speeds": speeds}))
     return speeds
-
-
-def _steps(config: Config) -> Callable[[], None]:
-    """Some training steps of a method in an epoch in which all of it is at work."""
-    data = load_data(config.data)
-    loader = TrainLoader(data, config.data, config.seed)
-    torch.manual_seed(0)
-    state, device = build(config, data, len(loader))
-    steps = plain_steps(config, state, loader, device)
-
-    def endless() -> Iterator[None]:
-        start = 0 if state.training.term is None else state.training.term.start_epoch
-        for epoch in count(start):
-            state.training.set_epoch(epoch)
-            state.model.train()
-            yield from steps(epoch, 0)
-
-    going = endless()
-
-    def run() -> None:
-        for _ in islice(going, _STEPS):
-            pass
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return run
 
 
 def _rows(folder: Path, configs: dict[str, Config], speeds: Speeds, seeds: range) -> list[Row]:
@@ -260,11 +215,8 @@ def _write(folder: Path, config: Config, rows: list[Row]) -> None:
         "verdicts": verdicts(rows),
     }
     write_text(folder / SUMMARY, to_json(summary, indent=1))
-    header, *lines = table(rows)
-    text = [header, ["---"] * len(header), *lines]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in text)
     notes = "\n".join(f"- {sentence}" for sentence in verdicts(rows))
-    write_text(folder / TABLE, f"{describe(config)}\n\n{body}\n\n{notes}\n")
+    write_text(folder / TABLE, f"{describe(config)}\n\n{markdown(table(rows))}\n\n{notes}\n")
 
 
 def describe(config: Config) -> str:

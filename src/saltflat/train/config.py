@@ -48,7 +48,8 @@ class DataConfig:
     """Which images, and what is done to them."""
 
     name: str = "digits"
-    """digits, cifar10, cifar100, an .npz file, a folder of images (ImageNet layout), or hf:NAME."""
+    """digits, cifar10, cifar100, an .npz file, a folder of images (ImageNet layout), hf:NAME, or
+    synthetic:SIDE:CLASSES[:SAMPLES], random images for measuring speed; 2048 unless said."""
     root: str = "data"
     """Where cifar10 and cifar100 are, or are downloaded to."""
     train_size: int | None = None

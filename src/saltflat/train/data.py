@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,11 +86,13 @@ def _source(name: str) -> Callable[[DataConfig], Data]:
         return named[name]
     if name.startswith("hf:"):
         return _hub
+    if name.partition(":")[0] == "synthetic":
+        return _synthetic
     if name.endswith(".npz"):
         return _npz
     if Path(name).is_dir():
         return _folder
-    hint = nearest(name, [*named, "FILE.npz", "hf:NAME"])
+    hint = nearest(name, [*named, "FILE.npz", "hf:NAME", "synthetic:SIDE:CLASSES"])
     raise ValueError(f"data {name!r} is no known name and no folder: {hint}")
 
 
@@ -113,6 +116,25 @@ def _cifar(config: DataConfig) -> Data:
     splits = [getattr(datasets, kind)(config.root, train, download=True) for train in (True, False)]
     train, test = (Labelled(_channels_first(s.data), torch.tensor(s.targets)) for s in splits)
     return _in_memory(config, train, test, num_classes)
+
+
+def _synthetic(config: DataConfig) -> Data:
+    found = re.fullmatch(r"synthetic:(\d+):(\d+)(?::(\d+))?", config.name)
+    if found is None:
+        raise ValueError(
+            f"data {config.name!r} is not of the form synthetic:SIDE:CLASSES[:SAMPLES], as "
+            "synthetic:32:100"
+        )
+    side, classes, samples = (int(number) for number in found.groups("2048"))
+    least = side >= 1 and classes >= 2 and samples >= 2
+    require(least, f"{config.name}: SIDE must be at least 1, CLASSES and SAMPLES at least 2")
+    rng = np.random.default_rng(0)
+
+    def split(count: int) -> Labelled:
+        images = rng.integers(256, size=(count, 3, side, side), dtype=np.uint8)
+        return Labelled(torch.from_numpy(images), torch.arange(count) % classes)
+
+    return _in_memory(config, split(samples), split(256), classes)
 
 
 def _npz(config: DataConfig) -> Data:

@@ -1,4 +1,4 @@
-"""Small files of a run: written whole or not at all, and strict JSON."""
+"""Small files of a run: written whole or not at all; strict JSON and Markdown tables."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}): remove it") from error
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table, of its header and its lines.
+
+    Example:
+        >>> print(markdown([["method", "passes"], ["sam", "2 + 2"]]))
+        | method | passes |
+        | --- | --- |
+        | sam | 2 + 2 |
+    """
+    header, *body = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body))
 
 
 def _finite(value: Any) -> Any:

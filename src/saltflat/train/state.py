@@ -71,10 +71,15 @@ class State:
         set_random_state(state["random"])
 
 
+def device_of(config: Config) -> torch.device:
+    """Where a run takes place: a GPU if there is one, unless the config says otherwise."""
+    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
     """Model, optimizer, schedule and method, all checked against each other."""
     method = check_method(config.method)
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(config)
     model = build_model(
         config.model,
         num_classes=data.num_classes,

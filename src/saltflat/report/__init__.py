@@ -1,0 +1,1 @@
+"""From plain records of what was measured to pictures."""
