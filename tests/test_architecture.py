@@ -28,7 +28,7 @@ ARROWS = {
     "memory": {"_clock", "_mapped", "_sources", "_staging", "codecs"},
     "saf": {"_term", "memory"},
     "mesa": {"_sources", "_term", "teacher"},
-    "sam": {"_perturb", "_batchnorm"},
+    "sam": {"_perturb", "_batchnorm", "_capture"},
     "sharpness": {"_perturb", "_batchnorm"},
     "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed", "sharpness", "__version__"},
     "report": set(),

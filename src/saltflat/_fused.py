@@ -29,11 +29,18 @@ _CHUNK = 1024
 def serves(logits: Tensor) -> bool:
     """Whether these kernels can take such logits."""
     return (
-        (logits.is_cuda or triton.knobs.runtime.interpret)
+        _is_here(logits.device)
         and logits.dtype in _DTYPES
         and 0 < logits.shape[-1] <= MOST_CLASSES
         and len(logits) > 0
     )
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether kernels are launched on this device; Triton's interpreter has the CPU."""
+    if device.type == "cuda":
+        return device.index == torch.cuda.current_device()
+    return bool(triton.knobs.runtime.interpret)
 
 
 def weighted_loss(
@@ -58,76 +65,73 @@ def weighted_loss(
         started: Whether to compare at all, or only to record.
 
     Returns:
-        The loss, and which rows are finite.
+        The loss, and 1 for each row that is finite, 0 for the others.
     """
     scale = weight * (temperature**2 if tau_squared else 1.0)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    loss, _, _, finite = _Fused.apply(logits, source, nonfinite, temperature, scale, started)
-    return loss, finite
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    # The loss of each row, whether it is valid, whether it is finite.
+    rows = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
+    loss: Tensor = _Fused.apply(logits, source, rows, nonfinite, temperature, scale, started)
+    return loss, rows[2]
 
 
 class _Fused(torch.autograd.Function):
+    # Without setup_context: it would cost a third of the call. What it is for, functorch's
+    # transforms, does not come here.
     @staticmethod
     def forward(
+        ctx: Any,
         logits: Tensor,
         source: Ring | Staged | Given,
+        rows: Tensor,
         nonfinite: Tensor,
         temperature: float,
         scale: float,
         started: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         batch, classes = logits.shape
-        device = logits.device
-        numbers = torch.empty(batch + 1, dtype=torch.float32, device=device)
-        pulls = torch.empty((batch, classes) if started else (0,), device=device)
-        valid, finite = torch.empty((2, batch), dtype=torch.bool, device=device).unbind()
-        unused = nonfinite  # where a kernel does not look
+        pulls = rows.new_empty(logits.shape if started else (1,))
+        loss = rows.new_empty(())
+        samples, storage = 0, "float32"
+        stamps = index = clock = into = logits  # where a kernel does not look
         if source.mode == "ring":
-            table, stamps, index, clock = source.table, source.stamps, source.index, source.clock
-            into, samples, storage = table, source.num_samples, source.storage
+            table, stamps, clock, index, samples, storage, _ = source
+            into = table
         elif source.mode == "staged":
-            table, stamps, index, clock = source.stored, source.valid, unused, unused
-            into, samples, storage = source.outgoing, 0, source.storage
+            table, stamps, into, _, storage, _ = source
         else:
-            table, stamps, index, clock = source.reference, unused, unused, unused
-            into, samples, storage = unused, 0, "float32"
+            table = source.reference
         block = triton.next_power_of_2(classes)
-        modes = {
-            "BLOCK": block,
-            "STORAGE": storage,
-            "MODE": source.mode,
-            "STARTED": started,
-            "num_warps": 8 if block > 2048 else 4,
-        }
-        stride = logits.stride(0)
+        warps = 1 if block <= 256 else 4 if block <= 2048 else 8
+        sizes = (logits.stride(0), batch, classes, samples)
+        modes = (block, storage, source.mode, started)
         compare[(batch,)](
-            logits, table, stamps, index, clock, numbers, pulls, valid, finite,
-            stride, classes, samples, temperature, **modes,
+            logits, table, stamps, index, clock, pulls, rows, *sizes, temperature, *modes,
+            num_warps=warps,
         )  # fmt: skip
         finish[(batch,)](
-            logits, into, stamps, index, clock, numbers, pulls, valid, finite, nonfinite,
-            stride, batch, classes, samples, scale, scale / temperature, CHUNK=_CHUNK, **modes,
+            logits, into, stamps, index, clock, pulls, rows, loss, nonfinite, *sizes,
+            scale, scale / temperature, *modes, min(triton.next_power_of_2(batch), _CHUNK),
+            num_warps=warps,
         )  # fmt: skip
-        return numbers[batch], pulls, valid, finite
+        ctx.save_for_backward(logits, pulls, rows)
+        ctx.settings = temperature, scale, started
+        return loss
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, _, _, temperature, scale, started = inputs
-        _, pulls, valid, finite = output
-        ctx.mark_non_differentiable(pulls, valid, finite)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, pulls, valid)
-        ctx.temperature, ctx.scale, ctx.started = temperature, scale, started
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        logits, pulls, valid = ctx.saved_tensors
-        if grad is None or not ctx.started:
-            return (None,) * 6
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, pulls, rows = ctx.saved_tensors
+        temperature, scale, started = ctx.settings
+        if not started:
+            return (None,) * 7
         if not torch.is_grad_enabled():
-            return torch.mul(pulls, grad, out=torch.empty_like(logits)), *(None,) * 5
+            out = torch.empty_like(logits)
+            return torch.mul(pulls, grad, out=out), None, None, None, None, None, None
         # Second derivatives are wanted: add what is 0, with the derivative that pulls have.
-        q = torch.softmax(logits.float() / ctx.temperature, -1)
+        valid = rows[1] != 0
+        q = torch.softmax(logits.float() / temperature, -1)
         change = torch.where(valid[:, None], q - q.detach(), 0.0)
-        share = ctx.scale / ctx.temperature / valid.sum().clamp(min=1)
-        return ((pulls + share * change) * grad).to(logits.dtype), *(None,) * 5
+        share = scale / temperature / valid.sum().clamp(min=1)
+        wanted = ((pulls + share * change) * grad).to(logits.dtype)
+        return wanted, None, None, None, None, None, None

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def compare(
-    logits, table, stamps, index, clock, losses, pulls, valids, finites,
-    stride, classes, samples, temperature,
+    logits, table, stamps, index, clock, pulls, rows,
+    stride, batch, classes, samples, temperature,
     BLOCK: tl.constexpr, STORAGE: tl.constexpr, MODE: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
@@ -32,15 +32,15 @@ def compare(
         q, log_q = _softened(x, mask, temperature)
         p, log_p = _softened(y, mask, temperature)
         loss = tl.sum(tl.where(mask, p * (log_p - log_q), 0.0), 0)
-        tl.store(losses + i, tl.where(valid, loss, 0.0))
+        tl.store(rows + i, tl.where(valid, loss, 0.0))
         tl.store(pulls + i * classes + column, tl.where(valid, q - p, 0.0), mask)
-        tl.store(valids + i, valid)
-    tl.store(finites + i, finite)
+        tl.store(rows + batch + i, valid.to(tl.float32))
+    tl.store(rows + 2 * batch + i, finite.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["batch"])
 def finish(
-    logits, table, stamps, index, clock, losses, pulls, valids, finites, nonfinite,
+    logits, table, stamps, index, clock, pulls, rows, loss, nonfinite,
     stride, batch, classes, samples, loss_scale, pull_scale,
     BLOCK: tl.constexpr, STORAGE: tl.constexpr, MODE: tl.constexpr, STARTED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -48,28 +48,28 @@ def finish(
     i = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < classes
-    keep = tl.load(finites + i)
+    keep = tl.load(rows + 2 * batch + i) != 0
     sample = i
     if MODE == "ring":
         sample = tl.load(index + i).to(tl.int64)
         keep = keep & (sample >= 0) & (sample < samples)
 
     # Over the batch: how many rows count, what they sum up to, which of them comes later.
-    count, total, lost, outside = 0, 0.0, 0, 0
+    count, total, lost, outside = 0.0, 0.0, 0, 0
     for start in range(0, batch, CHUNK):
         j = start + tl.arange(0, CHUNK)
         there = j < batch
-        ok = tl.load(finites + j, there, other=1)
+        ok = tl.load(rows + 2 * batch + j, there, other=1.0)
         lost += tl.sum((ok == 0).to(tl.int32), 0)
         if STARTED:
-            count += tl.sum(tl.load(valids + j, there, other=0).to(tl.int32), 0)
-            total += tl.sum(tl.load(losses + j, there, other=0.0), 0)
+            total += tl.sum(tl.load(rows + j, there, other=0.0), 0)
+            count += tl.sum(tl.load(rows + batch + j, there, other=0.0), 0)
         if MODE == "ring":
             other = tl.load(index + j, there, other=0).to(tl.int64)
             outside += tl.sum((there & ((other < 0) | (other >= samples))).to(tl.int32), 0)
             later = there & (j > i) & (other == sample) & (ok != 0)
             keep = keep & (tl.sum(later.to(tl.int32), 0) == 0)
-    share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+    share = 1.0 / tl.maximum(count, 1.0)
 
     if STARTED:
         at = pulls + i * classes + column
@@ -84,7 +84,7 @@ def finish(
             if MODE == "ring":
                 tl.store(stamps + row, tl.load(clock + 1).to(tl.int32))
     if i == 0:
-        tl.store(losses + batch, total * (loss_scale * share) if STARTED else 0.0)
+        tl.store(loss, total * (loss_scale * share) if STARTED else 0.0)
         tl.store(nonfinite, tl.load(nonfinite) + lost)
         if MODE == "ring":
             tl.store(clock + 3, tl.load(clock + 3) + outside)

@@ -120,7 +120,9 @@ class TrajectoryTerm(Clocked):
 
 def can_fuse(logits: Tensor) -> bool:
     """Whether the kernels of `saltflat._fused` can take these logits."""
-    if torch.compiler.is_compiling() or not (has_triton() and logits.dim() == 2):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if not (has_triton() and logits.dim() == 2):
         return False
     from saltflat import _fused
 

@@ -223,7 +223,7 @@ class OutputMemory(Clocked):
     def sent(self, source: Ring | Staged, finite: Tensor) -> None:
         """Take what the kernels left of a batch; a ring on the GPU has it already."""
         if source.mode == "staged":
-            self._staging().send(source.rows, source.outgoing, finite)
+            self._staging().send(source.rows, source.outgoing, finite != 0)
 
     def read(
         self, location: Location, device: torch.device | str | None = None

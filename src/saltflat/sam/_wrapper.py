@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from saltflat import _capture
 from saltflat._batchnorm import frozen_running_stats
 from saltflat._perturb import displaced
 from saltflat.sam._algebra import copies, scale_
@@ -37,7 +38,7 @@ class SharpnessAware(Optimizer):
         base_optimizer: Any torch optimizer, built on the parameters already.
         rho: How far to climb; a parameter group may have a "rho" of its own.
         interval: Climb in every `interval`-th step only; the steps between cost one pass. A CUDA
-            graph holds one kind of step: capture one of each.
+            graph holds one kind of step: capture one of each, see `climbs` and `before_replay`.
         model: The model, so that its BatchNorm statistics are those of the first pass alone.
         m_sharpness: Under DistributedDataParallel, let each rank climb along the gradient of its
             own part of the batch (the SAM paper's m-sharpness) instead of all along the mean. Of
@@ -171,7 +172,7 @@ class SharpnessAware(Optimizer):
         if self._first_step_done:
             raise RuntimeError("first_step was called twice: finish the step with second_step")
         parameters, gradients = self._moved()
-        climbs = self._climbs()
+        climbs = self.climbs
         if climbs:
             if self._keeps_gradients:
                 self._first = (parameters, copies(gradients))
@@ -206,8 +207,18 @@ class SharpnessAware(Optimizer):
             finally:
                 self._base_steps = False
         torch.clear_autocast_cache()
-        self.steps += 1
+        if not _capture.capturing():
+            self.steps += 1
         self._opt_called = True  # what a scheduler that was given the wrapper looks for
+
+    @property
+    def climbs(self) -> bool:
+        """Whether the step to come climbs."""
+        return self.steps % self.interval == 0
+
+    def before_replay(self) -> None:
+        """Count a step that a CUDA graph is about to repeat; a captured step cannot."""
+        self.steps += 1
 
     def cancel(self) -> None:
         """Give up a step between `first_step` and `second_step`: the weights come back."""
@@ -255,7 +266,7 @@ class SharpnessAware(Optimizer):
     # Parts of a step.
 
     def _first_pass(self) -> AbstractContextManager[Any]:
-        per_rank = self.m_sharpness and self._climbs()
+        per_rank = self.m_sharpness and self.climbs
         if per_rank and isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
@@ -287,10 +298,6 @@ class SharpnessAware(Optimizer):
         loss = closure()
         self._gradients()
         return loss
-
-    def _climbs(self) -> bool:
-        """Whether this step takes a second pass."""
-        return self.steps % self.interval == 0
 
     def _climb(self, parameters: list[Tensor], offsets: list[Tensor]) -> None:
         self._displacement = displaced(parameters, offsets)

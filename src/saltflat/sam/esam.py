@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat import _capture
 from saltflat.sam._random import random_state, set_random_state
 from saltflat.sam.sam import SAM
 
@@ -56,6 +57,8 @@ class ESAM(SAM):
         self.gamma = gamma
         self.seed = seed
         self._losses: Tensor | None = None
+        self._joins: Tensor | None = None
+        """In a captured step: 1 for a parameter that joins, 0 for one that does not."""
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
     @torch.no_grad()
@@ -130,21 +133,42 @@ class ESAM(SAM):
             losses.mean().backward()
         return losses.detach()
 
+    def before_replay(self) -> None:
+        """Choose the tensors that join the step a CUDA graph is about to repeat, and count it."""
+        if self._joins is not None:
+            joining = self._joining()
+            chosen = [float(id(p) in joining) for p in self._parameters()]
+            self._joins.copy_(torch.tensor(chosen, device="cpu"))
+        super().before_replay()
+
     def _joining(self) -> set[int]:
         """Which parameters join this step's perturbation, by id; the same on every rank."""
         parameters = [p for p in self._parameters() if p.requires_grad]
         if self.beta == 1:
             return {id(p) for p in parameters}
-        if parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a captured step would choose the same tensors for ever: use beta=1")
         choice = random.Random(f"{self.seed} {self.steps}")
         joining = {id(p) for p in parameters if choice.random() < self.beta}
         return joining or {id(choice.choice(parameters))}
 
     def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
+        if _capture.capturing():
+            return super()._moved()
+        if self._joins is None:
+            everyone = self._parameters()
+            self._joins = torch.zeros(len(everyone), device=everyone[0].device)
         joining = self._joining()
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
+
+    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        if not _capture.capturing() or self.beta == 1:
+            return super()._offsets(parameters, gradients)
+        if self._joins is None:
+            raise RuntimeError("take a step of ESAM before one is captured")
+        # All of them move, those that were not chosen by nothing.
+        join_of = dict(zip(self._parameters(), self._joins.unbind(), strict=True))
+        chosen = torch._foreach_mul(gradients, [join_of[p] for p in parameters])
+        return super()._offsets(parameters, list(chosen))
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
         return super()._rho(group) / self.beta

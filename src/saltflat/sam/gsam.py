@@ -61,6 +61,7 @@ class GSAM(SAM):
         self.lr_min = lr_min
         self._first_lr: float | None = None
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
+        self._first_lr = float(self.defaults["lr"])  # which a schedule may change in place
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -78,7 +79,7 @@ class GSAM(SAM):
         return group.get("max_lr", group.get("initial_lr", first))
 
     def _method_state(self) -> dict[str, Any]:
-        return {**super()._method_state(), "first_lr": self._first_lr or self.defaults["lr"]}
+        return {**super()._method_state(), "first_lr": self._first_lr}
 
     def _load_method_state(self, state: dict[str, Any]) -> None:
         super()._load_method_state(state)

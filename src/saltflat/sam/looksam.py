@@ -72,8 +72,14 @@ class LookSAM(SAM):
         usable = length.isfinite() & (length > 100 * torch.finfo(length.dtype).eps * whole)
         if scaled:  # after an overflow: infinities times zero would be NaN
             orthogonal = [torch.where(usable.to(v.device), v, 0.0) for v in orthogonal]
-        self._kept = dict(zip(parameters, orthogonal, strict=True))
-        self._kept_norm = torch.where(usable, length, 0.0)
+        length = torch.where(usable, length, 0.0)
+        if self._kept_norm is not None and list(self._kept) == parameters:
+            # In place, where a captured step looks for it.
+            torch._foreach_copy_(list(self._kept.values()), orthogonal)
+            self._kept_norm.copy_(length)
+        else:
+            self._kept = dict(zip(parameters, orthogonal, strict=True))
+            self._kept_norm = length
 
     def _reuse(self) -> None:
         """Add alpha |g| / |g_v| g_v to the gradient."""
