@@ -27,7 +27,7 @@ ARROWS = {
     "_term": {"_average", "_clock", "_fused", "_sources", "trajectory"},
     "memory": {"_clock", "_mapped", "_sources", "_staging", "codecs"},
     "saf": {"_term", "memory"},
-    "mesa": {"_sources", "_term", "teacher"},
+    "mesa": {"_capture", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture"},
     "sharpness": {"_perturb", "_batchnorm"},
     "train": {"_term", "saf", "mesa", "sam", "teacher", "indexed", "sharpness", "__version__"},

@@ -312,7 +312,9 @@ def test_files_are_loaded_and_augmented_by_workers(tmp_path):
     data = load_data(config)
     for index, images, labels, _ in augment.TrainLoader(data, config, 0).batches(0):
         raw = torch.stack([data.train[i][0][:, :1, :1] for i in index.tolist()])
-        assert torch.equal(images, augment.normalised(raw, data).expand(3, 3, 8, 8))
+        assert torch.equal(
+            images, augment.normalised(raw, *augment.statistics(data)).expand(3, 3, 8, 8)
+        )
         assert torch.equal(labels, raw[:, 0, 0, 0] // 10)
     ((images, labels),) = augment.test_batches(data, 100)
     assert (images.shape, labels.tolist()) == ((4, 3, 8, 8), [0] * 4)

@@ -218,7 +218,7 @@ def who_is_read(training, samples, epochs):
     for epoch in range(epochs):
         training.set_epoch(epoch)
         logits = (10.0 * torch.eye(samples)).requires_grad_()
-        loss = training.extra_loss(logits, everyone, logits)
+        loss = training.loss(logits, everyone, logits)
         if epoch:
             (gradient,) = torch.autograd.grad(loss, logits)
             itself = (gradient == 0).all(1)
@@ -250,9 +250,9 @@ def test_uniform_saf_pulls_to_the_uniform_distribution(tau_squared):
     logits = torch.randn(8, CLASSES, dtype=torch.float64, requires_grad=True)
     index = torch.arange(8)
     training.set_epoch(0)
-    assert training.extra_loss(logits, index, logits) == 0
+    assert training.loss(logits, index, logits) == 0
     training.set_epoch(1)
-    loss = training.extra_loss(logits, index, logits)
+    loss = training.loss(logits, index, logits)
     loss_fn_settings = {"temperature": 2.0, "tau_squared": tau_squared}
     expected = 0.7 * trajectory_loss(logits, torch.zeros_like(logits), **loss_fn_settings)
     assert torch.equal(loss, expected)
@@ -265,9 +265,9 @@ def test_a_row_that_is_not_finite_does_not_spoil_uniform_safs_loss():
     training = build("saf_uniform", network(), start_epoch=0)
     training.set_epoch(0)
     logits = torch.randn(3, CLASSES)
-    expected = training.extra_loss(logits[:2], torch.arange(2), logits)
+    expected = training.loss(logits[:2], torch.arange(2), logits)
     logits[2, 0] = float("nan")
-    assert torch.equal(training.extra_loss(logits, torch.arange(3), logits), expected)
+    assert torch.equal(training.loss(logits, torch.arange(3), logits), expected)
     assert training.term.nonfinite_rows == 1
 
 

@@ -47,6 +47,11 @@ class TrajectoryTerm(Clocked):
         """How many rows had NaN or infinite outputs so far; reading it waits for the device."""
         return int(self._nonfinite)
 
+    @property
+    def started(self) -> bool:
+        """Whether the loss is added in this epoch."""
+        return bool(self._started)
+
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
         self._started = None if epoch is None else epoch >= self.start_epoch

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from saltflat import _capture
 from saltflat._sources import Given
 from saltflat._term import TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
@@ -30,6 +34,8 @@ class MESA(TrajectoryTerm):
         start_epoch: The first epoch, counted from 0, in which the loss is added.
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         warmup: Whether the decay starts small, so that the random initialisation does not linger.
+        share: The part of a batch, its first rows, that the teacher sees and the loss is the mean
+            of. Less is faster, and in expectation the same.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -58,11 +64,16 @@ class MESA(TrajectoryTerm):
         start_epoch: int = 5,
         tau_squared: bool = True,
         warmup: bool = True,
+        share: float = 1.0,
     ) -> None:
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
         )
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be within (0, 1], got {share}")
+        self.share = share
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup)
+        self._ahead: _Ahead | None = None
 
     def forward(self, logits: Tensor, *inputs: Any, **kwargs: Any) -> Tensor:
         """Weighted trajectory loss of a batch.
@@ -81,7 +92,12 @@ class MESA(TrajectoryTerm):
         """
         if not self._check(logits) or not self.training:
             return self._no_loss(logits)
-        reference = self.teacher(*inputs, **kwargs)
+        logits = logits[: self._rows(len(logits))]
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.fits(inputs, kwargs):
+            reference = ahead.taken()
+        else:
+            reference = self._reference(inputs, kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
@@ -92,6 +108,43 @@ class MESA(TrajectoryTerm):
         if can_fuse(logits):
             return self._fused_loss(logits, Given(reference.contiguous()))[0]
         return self._loss(logits, reference, self._finite_rows(logits, reference))
+
+    def prefetch(self, *inputs: Any, **kwargs: Any) -> None:
+        """Start the teacher's pass; on a GPU it runs beside whatever comes next.
+
+        Called with the model's inputs before the model itself, it lets the two passes share a GPU,
+        which pays where one leaves part of it idle. The next call of MESA with the same inputs
+        takes the outputs. The loss is the same with it and without.
+        """
+        self._ahead = None
+        if not (self._started and self.training):
+            return
+        tensors = (x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), torch.device("cpu"))
+        side = None
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            # From a pool of torch's own, so that this costs nothing.
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            reference = self._reference(inputs, kwargs)
+        self._ahead = _Ahead(inputs, kwargs, reference, side)
+
+    def _rows(self, batch: int) -> int:
+        return math.ceil(self.share * batch - 1e-9)  # 0.55 * 100 is 55, and a bit
+
+    def _reference(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The teacher's outputs of its share of the batch."""
+        if self.share < 1:
+            inputs = tuple(self._part(x) for x in inputs)
+            kwargs = {name: self._part(x) for name, x in kwargs.items()}
+        return self.teacher(*inputs, **kwargs)
+
+    def _part(self, x: Any) -> Any:
+        return x[: self._rows(len(x))] if isinstance(x, Tensor) and x.dim() else x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; a whole epoch without `update` is worth a warning."""
@@ -107,3 +160,31 @@ class MESA(TrajectoryTerm):
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""
         self.teacher.update(model)
+
+
+class _Ahead(NamedTuple):
+    """The teacher's outputs of a batch to come."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reference: Any
+    side: torch.cuda.Stream | None
+    """Where they are computed, if it is not where the model runs."""
+
+    def fits(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether these are the very inputs."""
+        ours, theirs = (*self.inputs, *self.kwargs.values()), (*inputs, *kwargs.values())
+        return (
+            len(self.inputs) == len(inputs)
+            and self.kwargs.keys() == kwargs.keys()
+            and all(a is b for a, b in zip(ours, theirs, strict=True))
+        )
+
+    def taken(self) -> Any:
+        """The outputs, when the current stream gets there."""
+        if self.side is not None:
+            stream = torch.cuda.current_stream(self.side.device)
+            stream.wait_stream(self.side)
+            if isinstance(self.reference, Tensor) and not _capture.capturing():
+                self.reference.record_stream(stream)
+        return self.reference

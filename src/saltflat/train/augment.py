@@ -34,7 +34,7 @@ class Mixed(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a training step gets, on the CPU."""
+    """What a training step gets."""
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     images: Tensor
@@ -62,13 +62,22 @@ class TrainLoader:
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch but the first `skip`; the rest are the same, bit for bit."""
         require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
-        size, samples = self.config.batch_size, len(self.data.train)
-        order = stream(self.seed, epoch, ORDER).permutation(samples)
-        steps = order[skip * size : len(self) * size].reshape(-1, size).tolist()
-        draws = draw(self.seed, epoch, samples, shapes=self.config.augment == "inception")
+        steps = self.order(epoch)[skip:].tolist()
+        draws = self.draws(epoch)
         collate = partial(training_batch, data=self.data, config=self.config, draws=draws)
         loader = _loader(with_index(self.data.train), steps, collate, self.config.workers)
         return (self._mixed(epoch, step, *batch) for step, batch in enumerate(loader, start=skip))
+
+    def order(self, epoch: int) -> Tensor:
+        """Which samples each step of an epoch has, of shape (steps, batch)."""
+        size, samples = self.config.batch_size, len(self.data.train)
+        order = stream(self.seed, epoch, ORDER).permutation(samples)
+        return torch.from_numpy(order[: len(self) * size].reshape(-1, size))
+
+    def draws(self, epoch: int) -> Draws:
+        """The numbers that augment each sample in an epoch."""
+        shapes = self.config.augment == "inception"
+        return draw(self.seed, epoch, len(self.data.train), shapes=shapes)
 
     def _mixed(self, epoch: int, step: int, index: Tensor, images: Tensor, labels: Tensor) -> Batch:
         rng = stream(self.seed, epoch, MIX, step)
@@ -100,7 +109,7 @@ def plain_batch(samples: Sequence[tuple[Tensor, int]], data: Data) -> tuple[Tens
     """Images and labels, from samples of a test set."""
     images, labels = zip(*samples, strict=True)
     whole = torch.stack([centred(image, data.image_size) for image in images])
-    return normalised(whole, data), torch.tensor(labels)
+    return normalised(whole, *statistics(data)), torch.tensor(labels)
 
 
 def training_batch(
@@ -109,20 +118,28 @@ def training_batch(
     """Index, images and labels, from samples that carry their index."""
     numbers, raw, labels = zip(*samples, strict=True)
     index = torch.tensor(numbers)
-    flip, place, hole = (numbers[index] for numbers in draws[:3])
+    chosen = draws.of(index)
     if config.augment == "inception":
-        parts = zip(raw, draws.shapes[index].tolist(), place.tolist(), strict=True)
+        parts = zip(raw, draws.shapes[index].tolist(), chosen.place.tolist(), strict=True)
         images = torch.stack([random_part(*part, data.image_size) for part in parts])
     else:
         images = torch.stack([centred(image, data.image_size) for image in raw])
-    if config.augment == "basic":
-        images = shifted(images, place)
-    if config.augment != "none":
-        images = torch.where(flip[:, :, None, None] < 0.5, images.flip(-1), images)
-    images = normalised(images, data)
-    if config.cutout:
-        images = cut_out(images, hole, config.cutout)
+    images = augmented(images, chosen, config, *statistics(data))
     return index, images, torch.tensor(labels)
+
+
+def augmented(
+    images: Tensor, draws: Draws, config: DataConfig, mean: Tensor, std: Tensor
+) -> Tensor:
+    """Raw images of one size, with the numbers drawn for each, as a network is to see them."""
+    if config.augment == "basic":
+        images = shifted(images, draws.place)
+    if config.augment != "none":
+        images = torch.where(draws.flip[:, :, None, None] < 0.5, images.flip(-1), images)
+    images = normalised(images, mean, std)
+    if config.cutout:
+        images = cut_out(images, draws.hole, config.cutout)
+    return images
 
 
 def stream(seed: int, epoch: int, purpose: int, step: int = 0) -> np.random.Generator:
@@ -137,6 +154,10 @@ class Draws(NamedTuple):
     place: Tensor  # of a crop, down and across
     hole: Tensor  # its middle, down and across
     shapes: Tensor  # area and aspect of a random part, ten to try in turn
+
+    def of(self, index: Tensor) -> Draws:
+        """Those of some samples, but for the shapes."""
+        return self._replace(flip=self.flip[index], place=self.place[index], hole=self.hole[index])
 
 
 def draw(seed: int, epoch: int, samples: int, *, shapes: bool) -> Draws:
@@ -156,9 +177,9 @@ def shifted(images: Tensor, place: Tensor) -> Tensor:
     """
     side = images.shape[-1]
     offset = (place * (side // 8 * 2 + 1)).long()
-    rows, columns = (offset[:, :, None] + torch.arange(side)).unbind(1)
+    rows, columns = (offset[:, :, None] + torch.arange(side, device=images.device)).unbind(1)
     padded = F.pad(images, (side // 8,) * 4).movedim(1, -1)
-    each = torch.arange(len(images))[:, None, None]
+    each = torch.arange(len(images), device=images.device)[:, None, None]
     return padded[each, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
@@ -205,16 +226,22 @@ def _resized(image: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
 
 
-def normalised(images: Tensor, data: Data) -> Tensor:
+def statistics(data: Data, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, as `normalised` takes them."""
+    mean, std = (torch.tensor(part, device=device) for part in (data.mean, data.std))
+    return mean[:, None, None], std[:, None, None]
+
+
+def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Bytes over 255, or floats as they are; minus the mean, over the deviation."""
     images = images.float() / 255 if images.dtype == torch.uint8 else images
-    return (images - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
+    return (images - mean) / std
 
 
 def cut_out(images: Tensor, hole: Tensor, side: int) -> Tensor:
     """Each image of a batch with a square zeroed, which may reach beyond its edge."""
     first = (hole * images.shape[-1]).long() - side // 2
-    distance = torch.arange(images.shape[-1]) - first[:, :, None]
+    distance = torch.arange(images.shape[-1], device=images.device) - first[:, :, None]
     down, across = ((distance >= 0) & (distance < side)).unbind(1)
     return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0.0)
 

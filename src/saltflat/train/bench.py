@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data
+from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import markdown, to_json, write_text
 from saltflat.train.provenance import without_folders
 from saltflat.train.state import State, build, device_of
@@ -140,16 +141,19 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     loader = TrainLoader(data, config.data, config.seed)
     torch.manual_seed(config.seed)
     state, _ = build(config, data, len(loader))
+    stream = own_stream(device)
     if state.training.term is not None:
         state.epoch = state.training.term.start_epoch  # from which on all of it is at work
     # Neither a compiled model nor a recorded step would call the hooks.
     eager = plain_steps(dataclasses.replace(config, compile=False), state, loader, device)
-    forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
-    going = _endless(state, plain_steps(config, state, loader, device))
+    with stream:
+        forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
+    going = _endless(state, build_steps(config, state, data, loader, device))
 
     def run() -> None:
-        for _ in islice(going, steps):
-            pass
+        with stream:
+            for _ in islice(going, steps):
+                pass
         if on_gpu:
             torch.cuda.synchronize(device)
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,9 @@ from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import RESULT, check_folder
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
+from saltflat.train.state import device_of
 from saltflat.train.statistics import Interval, interval, paired, verdict
+from saltflat.train.together import fit_together
 
 SUMMARY, TABLE = "summary.json", "table.md"
 Speeds = dict[str, dict[str, float]]
@@ -133,9 +136,19 @@ def _run_all(
     done = total - len(runs)
     if done:
         say(f"{done} of {total} runs were complete already")
-    if jobs == 1:
+    if jobs == 1 or not runs:
         for number, (config, path) in enumerate(runs, done + 1):
             say(f"[{number}/{total}] {_line(path, dataclasses.asdict(fit(config, path)))}")
+        return
+    if device_of(runs[0][0]).type == "cuda":
+        ended = count(done + 1)
+        fit_together(
+            runs,
+            jobs,
+            lambda path, run: say(
+                f"[{next(ended)}/{total}] {_line(path, dataclasses.asdict(run))}"
+            ),
+        )
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         waiting, working = list(reversed(runs)), dict[Future[Any], Path]()

@@ -158,6 +158,8 @@ class Config:
     channels_last: bool = False
     compile: bool = False
     """torch.compile of the model."""
+    fast: bool = True
+    """Keep the images on the GPU and record whole steps there, where that is possible."""
     device: str | None = None
     """None: a GPU if there is one."""
     checkpoint_every: int = 1

@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from saltflat.sharpness import sam_sharpness
-from saltflat.train.augment import test_batches
+from saltflat.train.augment import normalised, statistics, test_batches
 from saltflat.train.config import Config
 from saltflat.train.data import Data
 
 
+class TestSet:
+    """Batches of the test set, as often as they are asked for; a GPU keeps images that fit."""
+
+    __test__ = False  # its name is no test's
+
+    def __init__(self, config: Config, data: Data, device: torch.device) -> None:
+        self._data, self._device, self._workers = data, device, config.data.workers
+        self._size = max(config.data.batch_size, 1024 if device.type == "cuda" else 256)
+        self._near: tuple[Tensor, Tensor] | None = None
+        images = data.test.images
+        if device.type == "cuda" and isinstance(images, Tensor):
+            if images.nbytes < torch.cuda.mem_get_info(device)[0] // 8:
+                self._near = images.to(device), data.test.labels.to(device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._near is None:
+            for images, labels in test_batches(self._data, self._size, self._workers):
+                yield images.to(self._device), labels.to(self._device)
+        else:
+            numbers = statistics(self._data, self._device)
+            for images, labels in zip(
+                *(part.split(self._size) for part in self._near), strict=True
+            ):
+                yield normalised(images, *numbers), labels
+
+
 @torch.no_grad()
 def accuracies(
-    config: Config, data: Data, models: dict[str, nn.Module], device: torch.device
+    config: Config, test_set: TestSet, models: dict[str, nn.Module], device: torch.device
 ) -> dict[str, float]:
     """Of each model on the test set, in percent, by its name."""
     for model in models.values():
         model.eval()
-    right, count = dict.fromkeys(models, 0), 0
-    for images, labels in test_batches(data, max(config.data.batch_size, 256), config.data.workers):
-        images, labels = images.to(device), labels.to(device)
+    right, count = dict.fromkeys(models, torch.zeros((), device=device)), 0
+    for images, labels in test_set:
         count += len(labels)
         for name, model in models.items():
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                right[name] += int((model(images).argmax(1) == labels).sum())
-    return {name: 100 * hits / count for name, hits in right.items()}
+                right[name] = right[name] + (model(images).argmax(1) == labels).sum()
+    return {name: 100 * float(hits) / count for name, hits in right.items()}
 
 
 def training_sharpness(data: Data, model: nn.Module, device: torch.device) -> float:

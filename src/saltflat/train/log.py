@@ -75,11 +75,11 @@ def write_metrics(run: Path, rows: list[dict[str, Any]]) -> None:
 class Bar:
     """The progress of a run: a bar on a terminal, nothing elsewhere."""
 
-    def __init__(self, epochs: int, steps: int, done: int) -> None:
+    def __init__(self, epochs: int, steps: int, done: int, shown: bool) -> None:
         self._epochs, self._steps = epochs, steps
         self._begin, self._first, self._done = time.perf_counter(), done, done
         self._progress: Any = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -104,9 +104,9 @@ class Bar:
 
 
 @contextmanager
-def progress(epochs: int, steps: int, done: int) -> Iterator[Bar]:
+def progress(epochs: int, steps: int, done: int, shown: bool = True) -> Iterator[Bar]:
     """A bar that ends when the run does."""
-    bar = Bar(epochs, steps, done)
+    bar = Bar(epochs, steps, done, shown)
     if bar._progress is None:
         yield bar
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,12 @@ from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.config import Config
 from saltflat.train.data import load_data
-from saltflat.train.evaluate import accuracies, training_sharpness
+from saltflat.train.evaluate import TestSet, accuracies, training_sharpness
+from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
-from saltflat.train.state import build, fingerprint
-from saltflat.train.step import plain_steps
+from saltflat.train.state import build, device_of, fingerprint
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -75,7 +75,24 @@ def fit(
         ValueError: If the config cannot be run, before any training, or the folder holds another.
         Interrupted: If it was stopped; the run is saved.
     """
-    run = Path(folder)
+    with stopping() as interrupted, own_stream(device_of(config)):
+        steps = running(
+            config,
+            Path(folder),
+            lambda *at: interrupted() or (stop is not None and stop(*at)),
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                run: Run = end.value
+                return run
+
+
+def running(
+    config: Config, run: Path, stop: Callable[[int, int], bool], *, shown: bool = True
+) -> Generator[None, None, Run]:
+    """`fit`, a step each time it is asked for one, so that several runs can take turns."""
     data = load_data(config.data)
     loader = TrainLoader(data, config.data, config.seed)
     torch.manual_seed(config.seed)
@@ -92,10 +109,11 @@ def fit(
     run.mkdir(parents=True, exist_ok=True)
     write_text(run / CONFIG, to_json(dataclasses.asdict(config), indent=1))
     write_metrics(run, metrics)
-    steps = plain_steps(config, state, loader, device)
+    steps = build_steps(config, state, data, loader, device)
+    test_set = TestSet(config, data, device)
 
     done = state.epoch * len(loader) + state.step
-    with progress(config.epochs, len(loader), done) as bar, _stopping() as interrupted:
+    with progress(config.epochs, len(loader), done, shown) as bar:
         while state.epoch < config.epochs:
             epoch = state.epoch
             state.training.set_epoch(epoch)
@@ -105,17 +123,18 @@ def fit(
                 state.schedule.step()
                 state.step += 1
                 bar.step(epoch, state.batch_size, state.figures)
-                if interrupted() or (stop is not None and stop(epoch, state.step)):
+                if stop(epoch, state.step):
                     state.seconds += time.perf_counter() - begin
                     state.save(run, len(loader), data)
                     raise Interrupted(run)
+                yield
             means = state.figures()  # which waits for the device, so that the time is all of it
             state.seconds += time.perf_counter() - begin
             figures_of_epoch = {
                 **means,
                 "lr": float(state.training.optimizer.param_groups[0]["lr"]),
                 "seconds": state.seconds,
-                **accuracies(config, data, state.models(), device),
+                **accuracies(config, test_set, state.models(), device),
             }
             write_metrics(run, [*read_metrics(run), {"epoch": epoch, **figures_of_epoch}])
             for tracker in trackers:
@@ -143,7 +162,7 @@ def fit(
 
 
 @contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
+def stopping() -> Iterator[Callable[[], bool]]:
     """While entered, Ctrl-C is noted rather than raised; a second one is raised."""
     noted: list[int] = []
 

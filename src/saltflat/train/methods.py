@@ -21,6 +21,7 @@ from saltflat import sam
 from saltflat._term import TrajectoryTerm
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
+from saltflat.sam._wrapper import SharpnessAware
 from saltflat.teacher import EMATeacher
 from saltflat.train.config import MethodConfig, nearest
 
@@ -34,6 +35,8 @@ class Training:
     """Added to the loss."""
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """The term's loss of logits, index and images."""
+    prefetch: Callable[[Tensor, Tensor], None] = lambda index, images: None
+    """Told both before the forward pass, for what can begin then."""
     teacher: EMATeacher | None = None
     """Averaged after every step and evaluated beside the model."""
     label_smoothing: float | None = None
@@ -48,14 +51,22 @@ class Training:
         if self.term is not None:
             self.term.set_epoch(epoch)
 
-    def extra_loss(self, logits: Tensor, index: Tensor, images: Tensor) -> Tensor | float:
-        """What the method adds to the loss of some rows."""
-        return 0.0 if self.loss is None else self.loss(logits, index, images)
-
     def after_step(self, model: nn.Module) -> None:
         """Keep the teacher up to date."""
         if self.teacher is not None:
             self.teacher.update(model)
+
+    def kind(self) -> tuple[bool, bool]:
+        """Whether the term has started and the step climbs: what Python does depends on these."""
+        started = self.term is not None and self.term.started
+        return started, isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
+
+    def before_replay(self) -> None:
+        """Count a step that a recording is about to repeat."""
+        if isinstance(self.optimizer, SharpnessAware):
+            self.optimizer.before_replay()
+        if self.teacher is not None:
+            self.teacher.before_replay()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the method's, the whole memory of outputs included."""
@@ -119,17 +130,34 @@ _NOT_SETTINGS = {
 def _saf(setting: Setting, **settings: Any) -> Training:
     saf = SAF(setting.num_samples, setting.num_classes, **settings)
     loss = lambda logits, index, _: saf(logits, index)  # noqa: E731
-    return Training(setting.optimizer, saf, loss, by_sample=True)
+    return Training(
+        setting.optimizer, saf, loss, lambda index, x: saf.prefetch(index, x.device), by_sample=True
+    )
+
+
+class _Shuffled(SAF):
+    """SAF that reads under a sample's number what another sample wrote there."""
+
+    def __init__(self, num_samples: int, num_classes: int, *, seed: int, **settings: Any) -> None:
+        super().__init__(num_samples, num_classes, **settings)
+        self._seed = seed
+        self._numbers = torch.arange(num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        shuffled = torch.randperm(len(self._numbers), generator=generator)
+        self._numbers.copy_(shuffled)  # in place, where a recorded step looks for it
+
+    def forward(self, logits: Tensor, index: Tensor) -> Tensor:
+        if self._numbers.device != index.device:
+            self._numbers = self._numbers.to(index.device)
+        return super().forward(logits, self._numbers[index])
 
 
 def _shuffled(setting: Setting, **settings: Any) -> Training:
-    saf = SAF(setting.num_samples, setting.num_classes, **settings)
-
-    def loss(logits: Tensor, index: Tensor, _: Tensor) -> Tensor:
-        # Another permutation every epoch, so what is read under a number was another sample's.
-        generator = torch.Generator().manual_seed(1_000_003 * setting.seed + (saf.epoch or 0))
-        return saf(logits, torch.randperm(setting.num_samples, generator=generator)[index])
-
+    saf = _Shuffled(setting.num_samples, setting.num_classes, seed=setting.seed, **settings)
+    loss = lambda logits, index, _: saf(logits, index)  # noqa: E731
     return Training(setting.optimizer, saf, loss, by_sample=True)
 
 
@@ -162,7 +190,8 @@ def _uniform(setting: Setting, **settings: Any) -> Training:
 def _mesa(setting: Setting, **settings: Any) -> Training:
     mesa = MESA(setting.model, **settings)
     loss = lambda logits, _, images: mesa(logits, images)  # noqa: E731
-    return Training(setting.optimizer, mesa, loss, teacher=mesa.teacher)
+    prefetch = lambda _, images: mesa.prefetch(images)  # noqa: E731
+    return Training(setting.optimizer, mesa, loss, prefetch, teacher=mesa.teacher)
 
 
 def _ema(setting: Setting, **settings: Any) -> Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from saltflat.train.config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """SGD or AdamW; with `decay_vectors` off, what has at most one dimension does not decay."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, recorded: bool = False
+) -> Optimizer:
+    """SGD or AdamW; with `decay_vectors` off, what has at most one dimension does not decay.
+
+    For recorded steps the learning rate is a tensor on the device, which a replay reads.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained, "weight_decay": config.weight_decay}]
     if not config.decay_vectors:
@@ -21,9 +27,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
         ]
+    lr: Any = torch.tensor(config.lr, device=trained[0].device) if recorded else config.lr
+    fused = True if recorded else None
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=fused)
+    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused)
 
 
 def warmup_cosine(step: int, warmup: int, total: int) -> float:

@@ -19,6 +19,8 @@ from saltflat.train.models import build_model
 from saltflat.train.optim import build_optimizer, build_schedule
 
 _PROGRESS = ("epoch", "step", "best", "seconds")
+_OWN = ("lr", "fused", "foreach", "capturable")
+"""What an optimizer's groups have by where the run takes place, not by what it has come to."""
 
 
 @dataclass
@@ -31,6 +33,8 @@ class State:
     sums: Tensor
     """Over this epoch's images: vanilla loss, extra loss, right answers. Left on the device."""
     batch_size: int
+    plain_because: str | None
+    """Why its steps cannot be recorded; None: they can."""
     epoch: int = 0
     step: int = 0
     """Steps done in the epoch."""
@@ -63,7 +67,15 @@ class State:
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.model.load_state_dict(weights)
+        groups = self.training.optimizer.param_groups
+        own = [{name: group[name] for name in _OWN if name in group} for group in groups]
         self.training.load_state_dict(state["training"])
+        for group, before in zip(self.training.optimizer.param_groups, own, strict=True):
+            if isinstance(before["lr"], Tensor):
+                before["lr"].fill_(float(group["lr"]))  # in place, where a replay looks for it
+            else:
+                before["lr"] = float(group["lr"])
+            group.update(before)
         self.schedule.load_state_dict(state["schedule"])
         self.sums.copy_(state["sums"])
         for name, value in state["progress"].items():
@@ -88,7 +100,8 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
     ).to(device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, config.optimizer)
+    reason = why_plain(config, data, device)
+    optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     settings = {**method.settings(), **config.method.settings}
     limits = {"lag": "compares with {} epochs ago", "start_epoch": "starts in epoch {}"}
@@ -112,7 +125,29 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
         )
     schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
     sums = torch.zeros(3, device=device)
-    return State(model, training, schedule, sums, config.data.batch_size), device
+    return State(model, training, schedule, sums, config.data.batch_size, reason), device
+
+
+def why_plain(config: Config, data: Data, device: torch.device) -> str | None:
+    """Why a run's data cannot live on the GPU and its steps be recorded there; None: they can."""
+    images = data.train.images
+    if not config.fast:
+        return "the config says so"
+    if device.type != "cuda":
+        return "there is no GPU"
+    if not isinstance(images, Tensor):
+        return "the images are decoded one by one"
+    for name in ("mixup", "cutmix"):
+        if getattr(config.data, name):
+            return f"{name} is chosen for each batch on the CPU"
+    if config.data.augment == "inception":
+        return "the inception augmentation resizes images one by one"
+    if images.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        return f"the images, {images.nbytes / 2**30:.1f} GiB, do not fit beside the model"
+    store = {name: config.method.settings.get(name) for name in ("device", "path")}
+    if store["path"] is not None or str(store["device"]).startswith("cpu"):
+        return f"{config.method.name} stores outputs in host memory"
+    return None
 
 
 def fingerprint(data: Data) -> int:

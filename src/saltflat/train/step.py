@@ -37,6 +37,8 @@ def build_step(
 ) -> Callable[[Batch], Tensor]:
     """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
     network: Any = torch.compile(model) if config.compile else model
+    # No weight is cast twice in a pass, and a cache would outlive a recorded step.
+    half = {"enabled": config.precision == "bf16", "cache_enabled": False}
     smoothing = training.label_smoothing
     smoothing = config.label_smoothing if smoothing is None else smoothing
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -61,18 +63,22 @@ def build_step(
         alone = mixed is None or not training.by_sample
         seen: list[Tensor] = []  # of the first pass alone
 
-        def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                logits = network(images[rows])
-                extra: Tensor | float = 0.0
-                if isinstance(rows, slice) and alone:
-                    extra = training.extra_loss(logits, batch.index[rows], images[rows])
+        def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            index, part, extra = batch.index[rows], images[rows], None
+            with torch.autocast(device.type, torch.bfloat16, **half):
+                if training.loss is None or not alone:
+                    logits = network(part)
+                else:
+                    training.prefetch(index, part)
+                    logits = network(part)
+                    extra = training.loss(logits, index, part)
             return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
 
-        def figures(logits: Tensor, losses: Tensor, extra: Tensor | float, own: Tensor) -> Tensor:
-            extra_sum = torch.as_tensor(extra, device=device).detach() * len(own)
+        def figures(logits: Tensor, losses: Tensor, extra: Tensor | None, own: Tensor) -> Tensor:
+            total = losses.detach().sum()
+            term = torch.zeros_like(total) if extra is None else extra.detach().float() * len(own)
             right = (logits.detach().argmax(1) == own).sum()
-            return torch.stack([losses.detach().sum(), extra_sum.float(), right.float()])
+            return torch.stack([total, term, right.float()])
 
         def whole() -> Tensor:
             """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
@@ -82,7 +88,9 @@ def build_step(
             for start in range(0, len(labels), size):
                 rows = slice(start, start + size)
                 logits, losses, extra = forward(rows)
-                loss = (losses.mean() + extra) * (len(losses) / len(labels))
+                loss = losses.mean() if extra is None else losses.mean() + extra
+                if len(losses) < len(labels):
+                    loss = loss * (len(losses) / len(labels))
                 loss.backward()
                 total += loss.detach()
                 if first:
@@ -95,7 +103,7 @@ def build_step(
             everything = torch.arange(len(labels), device=device)
             logits, losses, _ = forward(everything if rows is None else rows)
             if not seen:
-                seen.append(figures(logits, losses, 0.0, labels))
+                seen.append(figures(logits, losses, None, labels))
             return losses
 
         training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
