@@ -25,9 +25,10 @@ class TestSet:
         self._size = max(config.data.batch_size, 1024 if device.type == "cuda" else 256)
         self._near: tuple[Tensor, Tensor] | None = None
         images = data.test.images
-        if device.type == "cuda" and isinstance(images, Tensor):
-            if images.nbytes < torch.cuda.mem_get_info(device)[0] // 8:
-                self._near = images.to(device), data.test.labels.to(device)
+        if device.type != "cuda" or not isinstance(images, Tensor):
+            return
+        if images.nbytes < torch.cuda.mem_get_info(device)[0] // 8:
+            self._near = images.to(device), data.test.labels.to(device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._near is None:
