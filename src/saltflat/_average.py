@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,6 +16,22 @@ _BLOCK = 4096
 def has_triton() -> bool:
     """Whether GPU kernels can be compiled here."""
     return find_spec("triton") is not None
+
+
+def blocks(sizes: list[int], block: int) -> tuple[list[int], list[int]]:
+    """Tensors of these sizes cut into blocks: of each, which tensor it is of, and where it starts.
+
+    Example:
+        >>> blocks([5, 2], 4)
+        ([0, 0, 1], [0, 4, 0])
+    """
+    pairs = [(k, start) for k, size in enumerate(sizes) for start in range(0, size, block)]
+    return [k for k, _ in pairs], [start for _, start in pairs]
+
+
+def aligned(addresses: Iterable[int]) -> bool:
+    """Whether a GPU can load 16 bytes at once from all of them."""
+    return all(address % 16 == 0 for address in addresses)
 
 
 class Averaging:
@@ -31,15 +48,11 @@ class Averaging:
         self._kernel = has_triton() and bool(pairs) and all(_plain(v, x) for v, x in pairs)
         if not self._kernel:
             return
-        starts = [range(0, v.numel(), _BLOCK) for v in averages]
-        tables = (
-            [v.data_ptr() for v in averages],
-            [x.data_ptr() for x in live],
-            [v.numel() for v in averages],
-            [k for k, blocks in enumerate(starts) for _ in blocks],
-            [start for blocks in starts for start in blocks],
-        )
-        self._programs = len(tables[-1])
+        sizes = [v.numel() for v in averages]
+        of, starts = blocks(sizes, _BLOCK)
+        tables = (*zip(*self._addresses, strict=True), sizes, of, starts)
+        self._programs = len(of)
+        self._aligned = aligned(address for pair in self._addresses for address in pair)
         self._tables = [torch.tensor(table, device=averages[0].device) for table in tables]
 
     def fits(self, averages: list[Tensor], live: list[Tensor]) -> bool:
@@ -61,7 +74,10 @@ class Averaging:
         if self._kernel:
             from saltflat._kernels import average
 
-            average[(self._programs,)](*self._tables, weight, BLOCK=_BLOCK)
+            with torch.cuda.device_of(weight):  # which need not be the current one
+                average[(self._programs,)](
+                    *self._tables, weight, BLOCK=_BLOCK, ALIGNED=self._aligned
+                )
         elif known is not None:
             torch._foreach_lerp_(averages, live, known)
         else:

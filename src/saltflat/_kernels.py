@@ -1,4 +1,4 @@
-"""What runs on the GPU, in Triton: `_fused` and `_average` say what for."""
+"""What runs on the GPU, in Triton: `_fused`, `_average` and `_convolution` say what for."""
 
 import triton
 import triton.language as tl
@@ -159,16 +159,76 @@ def _put_float(first, value):
 @triton.jit
 def average(
     averages, lives, sizes, tensor_of, start_of, weight,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """v += weight (x - v) as torch.lerp has it; a block of one of the tensors in each program."""
     program = tl.program_id(0)
     k = tl.load(tensor_of + program)
-    at = tl.load(start_of + program) + tl.arange(0, BLOCK)
-    mask = at < tl.load(sizes + k)
-    v = tl.load(averages + k).to(tl.pointer_type(tl.float32))
-    x = tl.load(lives + k).to(tl.pointer_type(tl.float32))
-    old, new = tl.load(v + at, mask), tl.load(x + at, mask)
+    start = tl.multiple_of(tl.load(start_of + program), BLOCK)
+    size = tl.load(sizes + k)
+    v = _pointer(averages + k, tl.pointer_type(tl.float32), ALIGNED)
+    x = _pointer(lives + k, tl.pointer_type(tl.float32), ALIGNED)
     w = tl.load(weight)
     near, far = w.to(tl.float32), (1 - w).to(tl.float32)
-    tl.store(v + at, tl.where(near < 0.5, old + near * (new - old), new - far * (new - old)), mask)
+    at = start + tl.arange(0, BLOCK)
+    # A mask of unknown shape forbids loads of 16 bytes, and most blocks need none.
+    if start + BLOCK <= size:
+        tl.store(v + at, _lerp(tl.load(v + at), tl.load(x + at), near, far))
+    else:
+        mask = at < size
+        old, new = tl.load(v + at, mask, other=0.0), tl.load(x + at, mask, other=0.0)
+        tl.store(v + at, _lerp(old, new, near, far), mask)
+
+
+@triton.jit
+def fold(
+    weights, biases, gammas, betas, means, variances, outputs, output_biases,
+    sizes, channel_sizes, epsilons, tensor_of, start_of, like,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Convolutions that normalise their outputs; a block of one of the weights in each program."""
+    program = tl.program_id(0)
+    k = tl.load(tensor_of + program)
+    start = tl.multiple_of(tl.load(start_of + program), BLOCK)
+    size, epsilon = tl.load(sizes + k).to(tl.int32), tl.load(epsilons + k)
+    weight = _pointer(weights + k, tl.pointer_type(tl.float32), ALIGNED)
+    output = _pointer(outputs + k, like.dtype, ALIGNED)
+    bias, beta = _floats(biases + k), _floats(betas + k)
+    gamma, mean, variance = _floats(gammas + k), _floats(means + k), _floats(variances + k)
+    output_bias = tl.load(output_biases + k).to(like.dtype)
+
+    at = start + tl.arange(0, BLOCK)
+    mask = at < size
+    # The output channel is the slowest dimension, whichever is the fastest.
+    channel_size = tl.load(channel_sizes + k).to(tl.int32)
+    channel = tl.minimum(at, size - 1) // channel_size
+    scale = tl.load(gamma + channel) * tl.rsqrt(tl.load(variance + channel) + epsilon)
+    if start + BLOCK <= size:
+        tl.store(output + at, (tl.load(weight + at) * scale).to(like.dtype.element_ty))
+    else:
+        w = tl.load(weight + at, mask, other=0.0) * scale
+        tl.store(output + at, w.to(like.dtype.element_ty), mask)
+    # Of each channel, the program that has its first number makes its bias.
+    first = mask & (at == channel * channel_size)
+    offset = tl.load(bias + channel, first, other=0.0) - tl.load(mean + channel, first, other=0.0)
+    shift = tl.load(beta + channel, first, other=0.0) + offset * scale
+    tl.store(output_bias + channel, shift.to(like.dtype.element_ty), first)
+
+
+@triton.jit
+def _pointer(table, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address from a table; the compiler cannot know by itself that it is aligned."""
+    pointer = tl.load(table).to(TYPE)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _floats(table):
+    return tl.load(table).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _lerp(old, new, near, far):
+    return tl.where(near < 0.5, old + near * (new - old), new - far * (new - old))

@@ -1,0 +1,140 @@
+"""An inference twin of a module: convolutions that normalise their outputs themselves.
+
+Their weights are rounded once, to what autocast would round them to in every forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltflat._capture import capturing
+from saltflat._convolution import Convolution, Folded, Refreshing, in_one_kernel
+from saltflat._traced import Program, can_fold
+
+
+class Folding:
+    """When a module's twin can stand in for it, and when it must follow it.
+
+    Args:
+        module: In eval mode. Is not changed.
+
+    Raises:
+        ValueError: If it has no twin; says why.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._program = Program(module)
+        self._twin: _Twin | None = None
+        self._stale = False
+
+    def twin(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: Any) -> _Twin | None:
+        """What gives the module's outputs for these inputs, unless that is the module alone."""
+        if torch.compiler.is_compiling() or len(inputs) != 1 or kwargs:
+            return None
+        (x,) = inputs
+        if type(x) is not Tensor or not self._program.describes(module):
+            return None
+        dtype = _autocast_dtype(x.device)
+        if self._twin is not None and self._twin.in_place():
+            if self._twin.dtype == dtype:
+                if self._stale or self._twin.versions != self._twin.versions_now():
+                    self._refresh(self._twin)
+                return self._for(x)
+            if self._twin.captured:
+                return None  # a CUDA graph will go on to use its memory
+        if capturing() or not all(can_fold(site.pair) for site in self._program.sites):
+            return None  # what is made now would belong to the graph
+        with torch.inference_mode(False):  # or nothing outside of that could change the twin
+            self._twin = _Twin(self._program, dtype)
+        self._refresh(self._twin)
+        return self._for(x)
+
+    def refresh(self) -> None:
+        """Follow the module, once its tensors have changed."""
+        # Where there is none, or none that fits, the next forward pass makes one.
+        if self._twin is not None and self._twin.in_place():
+            self._refresh(self._twin)
+
+    def outdate(self) -> None:
+        """Say that the tensors may have changed."""
+        self._stale = True
+
+    def before_replay(self) -> None:
+        """Say that a CUDA graph is about to change the tensors, maybe without refreshing."""
+        if self._twin is None or not self._twin.refreshed_in_graph:
+            self._stale = True
+
+    def _refresh(self, twin: _Twin) -> None:
+        twin.refresh()
+        if capturing():  # nothing has happened yet
+            twin.captured = twin.refreshed_in_graph = True
+        else:
+            self._stale = False
+            twin.versions = twin.versions_now()
+
+    def _for(self, x: Tensor) -> _Twin | None:
+        if self._twin is None or x.device != self._twin.device:
+            return None
+        self._twin.captured |= capturing()
+        return self._twin
+
+
+class _Twin:
+    """A program and its folded tensors, for one precision.
+
+    Args:
+        program: What to run.
+        dtype: What autocast makes of weights; None without it.
+    """
+
+    def __init__(self, program: Program, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.captured = self.refreshed_in_graph = False
+        self.versions: list[int] = []
+        self._program = program
+        folded = {site.pair: Folded(site.pair, dtype) for site in program.sites}
+        self._folded = list(folded.values())
+        self._convolutions: list[Callable[..., Tensor]] = [
+            Convolution(folded[site.pair], site) for site in program.sites
+        ]
+        self.device = self._folded[0].weight.device
+        self._slots = [slot for folded in self._folded for slot in folded.slots()]
+        self._places = self._places_now()
+        self._refreshing = Refreshing(self._folded) if in_one_kernel(self._folded) else None
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._program(self._convolutions, x)
+
+    def refresh(self) -> None:
+        """Fold the module's tensors as they are now, into the same memory."""
+        if self._refreshing is not None:
+            self._refreshing()
+        else:
+            for folded in self._folded:
+                folded.refresh()
+
+    def in_place(self) -> bool:
+        """Whether the module's tensors are where they were."""
+        return self._places == self._places_now()
+
+    def versions_now(self) -> list[int]:
+        """How often PyTorch has changed each of the module's tensors."""
+        sources = [holder.get(key) for holder, key in self._slots]
+        return [0 if t is None or t.is_inference() else t._version for t in sources]
+
+    def _places_now(self) -> list[Any]:
+        sources = [holder.get(key) for holder, key in self._slots]
+        addresses = [0 if t is None else t.data_ptr() for t in sources]
+        return [*addresses, *((w.dtype, w.stride()) for w in sources[::6] if w is not None)]
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast makes of a convolution's weight here; None where it does not."""
+    if not torch.amp.is_autocast_available(device.type):
+        return None
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
