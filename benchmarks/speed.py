@@ -75,7 +75,7 @@ def work(model: str, *, compiled: bool, samples: int | None = None) -> Config:
     )
 
 
-def lines(rows: list[Row], names: dict[str, str] | None = None) -> Table:
+def lines(rows: list[Row]) -> Table:
     return [
         {
             "method": row.method,
@@ -90,12 +90,12 @@ def lines(rows: list[Row], names: dict[str, str] | None = None) -> Table:
     ]
 
 
-def methods(rounds: int, steps: int) -> dict[str, Table]:
+def methods(rounds: int, steps: int, names: list[str]) -> dict[str, Table]:
     """Every method on the same work."""
     samples = 50_000 if CUDA else 512
     one = work("cifar_resnet18", compiled=True, samples=samples)
     one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
-    configs = {name: dataclasses.replace(one, method=m) for name, m in METHODS.items()}
+    configs = {name: dataclasses.replace(one, method=METHODS[name]) for name in names}
     rows = bench(configs, rounds=rounds, steps=steps)
     how = "bf16, channels_last, compiled, every step one CUDA graph"
     return {f"cifar_resnet18, 32 px, batch 128, {how}, n = {rounds} x {steps} steps:": lines(rows)}
@@ -293,12 +293,13 @@ if __name__ == "__main__":
     parser.add_argument("part", choices=["methods", "loop", "models", "seeds", "stores"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 512, 1024])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Table]]] = {
-        "methods": lambda: methods(args.rounds, args.steps),
+        "methods": lambda: methods(args.rounds, args.steps, args.methods),
         "loop": lambda: loop(args.rounds, args.steps),
         "models": lambda: models(args.rounds, args.steps, args.models),
         "seeds": lambda: seeds(args.rounds, args.steps),

@@ -53,6 +53,11 @@ class Folding:
         self._refresh(self._twin)
         return self._for(x)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the twin's own tensors; 0 before there is one."""
+        return 0 if self._twin is None else self._twin.nbytes
+
     def refresh(self) -> None:
         """Follow the module, once its tensors have changed."""
         # Where there is none, or none that fits, the next forward pass makes one.
@@ -116,6 +121,10 @@ class _Twin:
         else:
             for folded in self._folded:
                 folded.refresh()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(folded.weight.nbytes + folded.bias.nbytes for folded in self._folded)
 
     def in_place(self) -> bool:
         """Whether the module's tensors are where they were."""

@@ -164,6 +164,12 @@ class EMATeacher(nn.Module):
             return self.decay
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the average, and of what `fold` has made of it."""
+        folded = 0 if self._folding is None else self._folding.nbytes
+        return folded + sum(tensor.nbytes for tensor in self.state_dict().values())
+
     def train(self, mode: bool = True) -> EMATeacher:
         """Stay in eval mode, whatever the module that holds the teacher does."""
         return super().train(False)

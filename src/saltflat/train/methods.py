@@ -80,9 +80,9 @@ class Training:
     def extra_bytes(self) -> int:
         """Bytes that the method keeps between steps, beside the base optimizer's."""
         memory = self.term.memory.nbytes if isinstance(self.term, SAF) else 0
-        teacher = () if self.teacher is None else self.teacher.state_dict().values()
+        teacher = 0 if self.teacher is None else self.teacher.nbytes
         kept = self.optimizer.state_dict().get("method", {}).get("kept", {}).values()
-        return memory + sum(tensor.nbytes for tensor in (*teacher, *kept))
+        return memory + teacher + sum(tensor.nbytes for tensor in kept)
 
     def _parts(self) -> dict[str, Any]:
         own = self.term or self.teacher  # a term's teacher is in its own state

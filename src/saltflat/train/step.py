@@ -37,6 +37,9 @@ def build_step(
 ) -> Callable[[Batch], Tensor]:
     """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
     network: Any = torch.compile(model) if config.compile else model
+    teacher = training.teacher if training.loss is not None else None
+    if teacher is not None and device.type == "cuda" and not teacher.fold() and config.compile:
+        teacher.module.compile()
     # No weight is cast twice in a pass, and a cache would outlive a recorded step.
     half = {"enabled": config.precision == "bf16", "cache_enabled": False}
     smoothing = training.label_smoothing
