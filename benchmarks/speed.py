@@ -69,6 +69,7 @@ def work(model: str, *, compiled: bool, samples: int | None = None) -> Config:
         model=model,
         optimizer=OptimizerConfig(lr=1e-3),
         epochs=10_000,
+        checkpoint_every=10_000,
         precision="bf16" if CUDA else "float32",
         channels_last=True,
         compile=compiled and CUDA,

@@ -75,7 +75,8 @@ def test_recorded_steps_are_plain_steps(method, recorded, tmp_path, monkeypatch)
     run = fit(config(method), tmp_path / "recorded")
     kinds = 2 if "start_epoch" in METHODS[method].settings() or method == "looksam" else 1
     assert recorded["recorded"] == kinds
-    assert recorded["replayed"] == 30 - 3 * kinds
+    # MESA has nothing deferred in the first step of an epoch: too seldom to be recorded.
+    assert recorded["replayed"] == 30 - 3 * kinds - (2 if method == "mesa" else 0)
     monkeypatch.undo()
     plain = fit(config(method), tmp_path / "plain")
     same_figures(tmp_path / "recorded", tmp_path / "plain")

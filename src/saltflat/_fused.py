@@ -115,21 +115,24 @@ class _Fused(torch.autograd.Function):
             scale, scale / temperature, *modes, min(triton.next_power_of_2(batch), _CHUNK),
             num_warps=warps,
         )  # fmt: skip
-        ctx.save_for_backward(logits, pulls, rows)
-        ctx.settings = temperature, scale, started
+        ctx.save_for_backward(logits)
+        # What the kernels made is no part of the graph, and is quicker at hand like this.
+        ctx.made = pulls, rows
+        ctx.settings = temperature, scale, logits.dtype if started else None
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, pulls, rows = ctx.saved_tensors
-        temperature, scale, started = ctx.settings
-        if not started:
+        pulls, rows = ctx.made
+        temperature, scale, dtype = ctx.settings
+        if dtype is None:
             return (None,) * 7
         if not torch.is_grad_enabled():
-            out = torch.empty_like(logits)
+            out = None if dtype == pulls.dtype else torch.empty_like(pulls, dtype=dtype)
             return torch.mul(pulls, grad, out=out), None, None, None, None, None, None
         # Second derivatives are wanted: add what is 0, with the derivative that pulls have.
         valid = rows[1] != 0
+        (logits,) = ctx.saved_tensors
         q = torch.softmax(logits.float() / temperature, -1)
         change = torch.where(valid[:, None], q - q.detach(), 0.0)
         share = scale / temperature / valid.sum().clamp(min=1)

@@ -185,11 +185,11 @@ class OutputMemory(Clocked):
             return index.to(device, torch.int64, non_blocking=True), False
         index = index.to("cpu", torch.int64)
         if len(index):
-            least, greatest = (int(bound) for bound in torch.aminmax(index))
+            least, greatest = torch.aminmax(index)
             if least < 0 or greatest >= self.num_samples:
                 raise ValueError(
-                    f"index must be within 0..{self.num_samples - 1}, got {least} to {greatest}: "
-                    "num_samples must be the length of the training set"
+                    f"index must be within 0..{self.num_samples - 1}, got {int(least)} to "
+                    f"{int(greatest)}: num_samples must be the length of the training set"
                 )
         return index.to(device, non_blocking=True), True
 

@@ -73,6 +73,10 @@ class MESA(TrajectoryTerm):
             raise ValueError(f"share must be within (0, 1], got {share}")
         self.share = share
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup)
+        self.defer = False
+        """Whether to update early in the next step, where `prefetch` starts the teacher's pass: off
+        the path that the model's pass is on. Nothing but that may change the model until then."""
+        self._pending: list[nn.Module] = []
         self._ahead: _Ahead | None = None
 
     def forward(self, logits: Tensor, *inputs: Any, **kwargs: Any) -> Tensor:
@@ -97,6 +101,7 @@ class MESA(TrajectoryTerm):
         if ahead is not None and ahead.fits(inputs, kwargs):
             reference = ahead.taken()
         else:
+            self.settle()
             reference = self._reference(inputs, kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
             got = getattr(reference, "shape", type(reference).__name__)
@@ -127,6 +132,7 @@ class MESA(TrajectoryTerm):
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if side is None else torch.cuda.stream(side):
+            self.settle()
             reference = self._reference(inputs, kwargs)
         self._ahead = _Ahead(inputs, kwargs, reference, side)
 
@@ -144,7 +150,16 @@ class MESA(TrajectoryTerm):
         return x[: self._rows(len(x))] if isinstance(x, Tensor) and x.dim() else x
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         return {**self.__dict__, "_ahead": None}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._pending.clear()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; a whole epoch without `update` is worth a warning."""
@@ -159,7 +174,26 @@ class MESA(TrajectoryTerm):
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""
-        self.teacher.update(model)
+        self.settle()
+        if self.defer and self._started:
+            self._pending.append(model)
+        else:
+            self.teacher.update(model)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update was deferred and is still to be done."""
+        return bool(self._pending)
+
+    def settle(self) -> None:
+        """Do the update that was deferred, if one was; loading and saving do so by themselves."""
+        if self._pending:
+            self.teacher.update(self._pending.pop())
+
+    def before_replay(self) -> None:
+        """Count the update in a step that a CUDA graph is about to repeat, and set its decay."""
+        if self.pending or not (self.defer and self._started):
+            self.teacher.before_replay()
 
 
 class _Ahead(NamedTuple):

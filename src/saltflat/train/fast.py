@@ -70,6 +70,8 @@ class _Recorded:
         self._graphs: dict[Any, Replay] = {}
         self._taken: Counter[Any] = Counter()
         self._records = True
+        torch.backends.cudnn.benchmark = True  # every step has the same shapes
+        state.training.defer()
         # One pool of memory for all the graphs: only one of them runs at a time.
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -81,6 +83,8 @@ class _Recorded:
         for _ in range(skip, len(self._loader)):
             self._one()
             yield
+
+        self._state.training.settle()
 
     def _one(self) -> None:
         """Take the next step, recorded if there is a recording of its kind."""
@@ -96,8 +100,7 @@ class _Recorded:
             training.before_replay()
             self._graphs[kind]()
         else:
-            with torch.backends.cudnn.flags(benchmark=True):
-                self._whole()
+            self._whole()
             self._taken[kind] += 1
 
     def _whole(self) -> None:

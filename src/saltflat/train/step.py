@@ -67,11 +67,12 @@ def build_step(
         seen: list[Tensor] = []  # of the first pass alone
 
         def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            index, part, extra = batch.index[rows], images[rows], None
+            part, extra = images[rows], None
             with torch.autocast(device.type, torch.bfloat16, **half):
                 if training.loss is None or not alone:
                     logits = network(part)
                 else:
+                    index = batch.index[rows]
                     training.prefetch(index, part)
                     logits = network(part)
                     extra = training.loss(logits, index, part)
