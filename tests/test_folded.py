@@ -15,6 +15,11 @@ from saltflat.train.models import PyramidBlock, WideBlock, _stack, build_model
 NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def shaken(model, seed=0):
     """The model as if it had been trained: no statistic and no gain is what it starts as."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class displaced:  # noqa: N801 - used as a function: with displaced(...)
-    """While entered, the parameters are moved by the offsets.
+    """While entered, the parameters are moved by the offsets, or by factors times these.
 
     They come back from a saved copy, so exactly, in the storage they had, and also when the body
     raises. Contexts may be nested, on the same parameters too, and one context entered again.
@@ -21,6 +21,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
     Args:
         parameters: Tensors to move in place.
         offsets: One for each, of its shape.
+        factors: A tensor of no dimensions for each, or none: all 1.
 
     Example:
         >>> w = torch.tensor([0.1])
@@ -31,13 +32,19 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         tensor([0.1000])
     """
 
-    def __init__(self, parameters: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        factors: Sequence[Tensor] = (),
+    ) -> None:
         if [p.shape for p in parameters] != [e.shape for e in offsets]:
             raise ValueError(
                 f"{len(offsets)} offsets do not fit {len(parameters)} parameters in number or shape"
             )
         self._parameters = list(parameters)
         self._offsets = list(offsets)
+        self._factors = list(factors)
         self._saved: list[tuple[Tensor, ...]] = []
 
     @torch.no_grad()
@@ -46,11 +53,25 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
             # Times one: a copy of all of them in one call.
             self._saved.append(torch._foreach_mul(self._parameters, 1))
             try:
-                torch._foreach_add_(self._parameters, self._offsets)
+                if self._factors:
+                    self._move()
+                else:
+                    torch._foreach_add_(self._parameters, self._offsets)
             except BaseException:
                 self.__exit__()
                 raise
         torch.clear_autocast_cache()  # or an enclosing autocast goes on with the weights of before
+
+    def _move(self) -> None:
+        alike: dict[tuple[int, torch.device], list[int]] = {}
+        for i, (parameter, factor) in enumerate(zip(self._parameters, self._factors, strict=True)):
+            alike.setdefault((id(factor), parameter.device), []).append(i)
+        for numbers in alike.values():
+            add_scaled_(
+                [self._parameters[i] for i in numbers],
+                [self._offsets[i] for i in numbers],
+                self._factors[numbers[0]],
+            )
 
     @torch.no_grad()
     def __exit__(
@@ -63,3 +84,32 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
             torch._foreach_copy_(self._parameters, self._saved[-1])
             self._saved.pop()
         torch.clear_autocast_cache()
+
+
+def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
+    """tensors += factor * others, on one device; on a GPU in one pass over memory if possible."""
+    factor = factor.to(tensors[0].device)
+    if tensors[0].is_cuda and all(_alike(a, b) for a, b in zip(tensors, others, strict=True)):
+        # A step of SGD is just that, with a learning rate that may lie on the device.
+        torch._fused_sgd_(
+            tensors,
+            others,
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=-factor.to(torch.float32),
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+    else:
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return (
+        tensor.dtype == other.dtype != torch.float64
+        and tensor.stride() == other.stride()
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )

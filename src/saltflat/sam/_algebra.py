@@ -7,6 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from saltflat._perturb import add_scaled_
+
 
 def norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all of them together, in at least float32."""
@@ -28,13 +30,15 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, 1))
 
 
-def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all of them in place, on whichever devices they are."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for device, part in by_device.items():
-        torch._foreach_mul_(part, factor.to(device))
+def add_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
+    """tensors += factor * others in place, on whichever devices they are."""
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor, other in zip(tensors, others, strict=True):
+        mine, theirs = by_device.setdefault(tensor.device, ([], []))
+        mine.append(tensor)
+        theirs.append(other)
+    for mine, theirs in by_device.values():
+        add_scaled_(mine, theirs, factor)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

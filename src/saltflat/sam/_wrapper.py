@@ -2,7 +2,7 @@
 
 A step takes the gradient g at the weights w, climbs to w + e, takes the gradient there, comes back
 to w exactly, and lets the base optimizer step with what the method makes of the two gradients. A
-method says what e is (`_offsets`) and perhaps what becomes of the gradients (`_combine`).
+method says what e is (`_directions`) and perhaps what becomes of the gradients (`_combine`).
 
 The wrapper is an optimizer whose `param_groups` and `state` are the base optimizer's own objects,
 so schedulers, checkpoints and `add_param_group` need to know nothing of it.
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from saltflat import _capture
 from saltflat._batchnorm import frozen_running_stats
 from saltflat._perturb import displaced
-from saltflat.sam._algebra import copies, scale_
+from saltflat.sam._algebra import copies
 from saltflat.sam._random import RandomState, random_state, set_random_state
 
 Gradients = tuple[list[Tensor], list[Tensor]]
@@ -176,8 +176,7 @@ class SharpnessAware(Optimizer):
         if climbs:
             if self._keeps_gradients:
                 self._first = (parameters, copies(gradients))
-            offsets = self._offsets(parameters, gradients) if parameters else []
-            self._climb(parameters, offsets)
+            self._climb(parameters, gradients)
         self._first_step_done = True
         return climbs
 
@@ -238,8 +237,14 @@ class SharpnessAware(Optimizer):
         """The parameters that climb, and their gradients; by default, all that have one."""
         return self._gradients()
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """How far to climb from the weights, given the gradients there."""
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Where to climb from the weights, given the gradients there: rho times what is returned.
+
+        Returns:
+            A direction for each parameter, which may be its gradient, and a factor for all.
+        """
         raise NotImplementedError
 
     def _combine(self, first: Gradients, scaler: torch.amp.GradScaler | None) -> None:
@@ -299,8 +304,14 @@ class SharpnessAware(Optimizer):
         self._gradients()
         return loss
 
-    def _climb(self, parameters: list[Tensor], offsets: list[Tensor]) -> None:
-        self._displacement = displaced(parameters, offsets)
+    def _climb(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if not parameters:
+            return
+        directions, factor = self._directions(parameters, gradients)
+        groups = [(group["params"], factor * self._rho(group)) for group in self.param_groups]
+        factor_of = {id(p): scaled for members, scaled in groups for p in members}
+        factors = [factor_of[id(p)] for p in parameters]
+        self._displacement = displaced(parameters, directions, factors)
         self._displacement.__enter__()
 
     def _required(self, closure: Any) -> Any:
@@ -322,10 +333,3 @@ class SharpnessAware(Optimizer):
         if any(g.is_sparse or g.is_complex() for _, g in pairs):
             raise RuntimeError("the SAM family takes dense, real gradients only")
         return [p for p, _ in pairs], [g for _, g in pairs]
-
-    def _times_rho_(self, parameters: list[Tensor], tensors: list[Tensor], factor: Tensor) -> None:
-        """Multiply each tensor in place by factor and by the rho of its parameter's group."""
-        tensor_of = {id(p): t for p, t in zip(parameters, tensors, strict=True)}
-        for group in self.param_groups:
-            members = [tensor_of[id(p)] for p in group["params"] if id(p) in tensor_of]
-            scale_(members, factor * self._rho(group))

@@ -48,10 +48,11 @@ class ASAM(SharpnessAware):
             base_optimizer, rho=rho, interval=interval, model=model, m_sharpness=m_sharpness
         )
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        offsets, length = adaptive_direction(parameters, gradients, self.eta)
-        self._times_rho_(parameters, offsets, 1 / (length + 1e-12))
-        return offsets
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        directions, length = adaptive_direction(parameters, gradients, self.eta)
+        return directions, 1 / (length + 1e-12)
 
 
 def adaptive_direction(

@@ -160,15 +160,17 @@ class ESAM(SAM):
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
         if not _capture.capturing() or self.beta == 1:
-            return super()._offsets(parameters, gradients)
+            return super()._directions(parameters, gradients)
         if self._joins is None:
             raise RuntimeError("take a step of ESAM before one is captured")
         # All of them move, those that were not chosen by nothing.
         join_of = dict(zip(self._parameters(), self._joins.unbind(), strict=True))
         chosen = torch._foreach_mul(gradients, [join_of[p] for p in parameters])
-        return super()._offsets(parameters, list(chosen))
+        return super()._directions(parameters, list(chosen))
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
         return super()._rho(group) / self.beta

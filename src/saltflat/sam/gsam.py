@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, inner, ratio, scale_
+from saltflat.sam._algebra import add_, inner, norm, ratio
 from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
 
@@ -100,12 +100,9 @@ class GSAM(SAM):
         adversarial, plain = [list(part) for part in zip(*pairs, strict=True)]
         if scaler is not None and self._unscaled_by(scaler):
             torch._foreach_div_(plain, scaler.get_scale())
-        share = ratio(inner(plain, adversarial), inner(adversarial, adversarial))
-        # g_adv - alpha (g - share g_adv), which is g_adv exactly where the two agree
-        parallel = copies(adversarial)
-        scale_(parallel, share)
-        torch._foreach_sub_(parallel, plain)
-        torch._foreach_add_(adversarial, parallel, alpha=self.alpha)
+        share = ratio(inner(plain, adversarial), norm(adversarial) ** 2)
+        add_(plain, adversarial, -share)  # which leaves g_perp
+        torch._foreach_sub_(adversarial, plain, alpha=self.alpha)
 
     def _unscaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Whether the second pass's gradients are unscaled already, for clipping."""

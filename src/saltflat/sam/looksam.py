@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, inner, norm, ratio, scale_
+from saltflat.sam._algebra import add_, copies, inner, norm, ratio
 from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
 
@@ -64,9 +64,9 @@ class LookSAM(SAM):
             return
         parameters, plain = [list(part) for part in zip(*both, strict=True)]
         adversarial = [p.grad for p in parameters if p.grad is not None]
-        share = ratio(inner(adversarial, plain), inner(plain, plain))
-        scale_(plain, share)
-        orthogonal = list(torch._foreach_sub(adversarial, plain))
+        orthogonal = copies(adversarial)
+        share = ratio(inner(adversarial, plain), norm(plain) ** 2)
+        add_(orthogonal, plain, -share)
         length, whole = norm(orthogonal), norm(adversarial)
         # What is no longer than rounding is no direction.
         usable = length.isfinite() & (length > 100 * torch.finfo(length.dtype).eps * whole)
@@ -87,9 +87,8 @@ class LookSAM(SAM):
         if not both or self._kept_norm is None:
             return
         _, gradients = self._gradients()
-        added = copies([kept for _, kept in both])
-        scale_(added, self.alpha * ratio(norm(gradients), self._kept_norm))
-        torch._foreach_add_([gradient for gradient, _ in both], added)
+        factor = self.alpha * ratio(norm(gradients), self._kept_norm)
+        add_([gradient for gradient, _ in both], [kept for _, kept in both], factor)
 
     def _method_state(self) -> dict[str, Any]:
         kept = {i: self._kept[p] for i, p in enumerate(self._parameters()) if p in self._kept}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, norm
+from saltflat.sam._algebra import norm
 from saltflat.sam._wrapper import SharpnessAware
 from saltflat.sam.asam import adaptive_direction
 
@@ -94,7 +94,7 @@ class MSAM(SharpnessAware):
                 f"{', '.join(self._BUFFERS)}: MSAM cannot find it"
             )
         if moved:
-            self._climb(list(moved), self._offsets(list(moved), list(moved.values())))
+            self._climb(list(moved), list(moved.values()))
         self._first_step_done = True
         return True
 
@@ -111,10 +111,11 @@ class MSAM(SharpnessAware):
         state = self.state.get(parameter, {})
         return next((state[name] for name in self._BUFFERS if state.get(name) is not None), None)
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
         if self.adaptive:
-            offsets, length = adaptive_direction(parameters, gradients, self.eta)
+            directions, length = adaptive_direction(parameters, gradients, self.eta)
         else:
-            offsets, length = copies(gradients), norm(gradients)
-        self._times_rho_(parameters, offsets, -1 / (length + 1e-12))
-        return offsets
+            directions, length = gradients, norm(gradients)
+        return directions, -1 / (length + 1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.sam._algebra import copies, norm
+from saltflat.sam._algebra import norm
 from saltflat.sam._wrapper import SharpnessAware
 
 
@@ -57,7 +57,7 @@ class SAM(SharpnessAware):
             base_optimizer, rho=rho, interval=interval, model=model, m_sharpness=m_sharpness
         )
 
-    def _offsets(self, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        offsets = copies(gradients)
-        self._times_rho_(parameters, offsets, 1 / (norm(gradients) + 1e-12))
-        return offsets
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        return gradients, 1 / (norm(gradients) + 1e-12)

@@ -172,6 +172,7 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
 def _first_product(device: torch.device) -> None:
     """Let cuBLAS take its workspaces now, forward and backward: they are no method's own."""
     one = torch.ones(1, 1, device=device, requires_grad=True)
+    (one * one).backward()  # the thread that goes backward must know the GPU first
     (one @ one).backward()
 
 

@@ -50,6 +50,8 @@ def build_schedule(
     optimizer: Optimizer, config: OptimizerConfig, epochs: int, steps_per_epoch: int
 ) -> LambdaLR:
     """The schedule of a run, a step at a time."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.lr  # a number, also where the rate itself is a tensor
     warmup = round(config.warmup_epochs * steps_per_epoch)
     total = epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, total))

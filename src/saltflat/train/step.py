@@ -87,7 +87,7 @@ def build_step(
         def whole() -> Tensor:
             """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
             training.optimizer.zero_grad()
-            first, total = not seen, torch.zeros((), device=device)
+            first, losses_seen = not seen, []
             size = -(-len(labels) // config.optimizer.accumulate)
             for start in range(0, len(labels), size):
                 rows = slice(start, start + size)
@@ -96,12 +96,12 @@ def build_step(
                 if len(losses) < len(labels):
                     loss = loss * (len(losses) / len(labels))
                 loss.backward()
-                total += loss.detach()
+                losses_seen.append(loss.detach())
                 if first:
                     seen.append(figures(logits, losses, extra, labels[rows]))
             if config.optimizer.clip_norm is not None:
                 nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
-            return total
+            return losses_seen[0] if len(losses_seen) == 1 else torch.stack(losses_seen).sum()
 
         def per_row(rows: Tensor | None) -> Tensor:
             everything = torch.arange(len(labels), device=device)
@@ -111,6 +111,6 @@ def build_step(
             return losses
 
         training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
-        return torch.stack(seen).sum(0)
+        return seen[0] if len(seen) == 1 else torch.stack(seen).sum(0)
 
     return step
