@@ -50,15 +50,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
     teachers: dict[str, list[float]] = {}
     for name in args.methods:
-        runs: dict[int, Run] = {}
+        runs: dict[str, Run] = {}
+
+        def keep(path: Path, run: Run, runs: dict[str, Run] = runs) -> None:
+            runs[path.name] = run
+
         with tempfile.TemporaryDirectory() as folder:
             fit_together(
                 [(work(args, SHARES[name], s), Path(folder, str(s))) for s in range(args.seeds)],
                 3 if CUDA else 1,
-                lambda path, run, runs=runs: runs.update({int(path.name): run}),
+                keep,
             )
-        found[name] = [runs[seed].accuracy for seed in range(args.seeds)]
-        teachers[name] = [runs[seed].teacher_accuracy or 0.0 for seed in range(args.seeds)]
+        found[name] = [runs[str(seed)].accuracy for seed in range(args.seeds)]
+        teachers[name] = [runs[str(seed)].teacher_accuracy or 0.0 for seed in range(args.seeds)]
         print(name, found[name], teachers[name], flush=True)
     full = found.get("mesa", [])
     return [
