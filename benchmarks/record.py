@@ -35,3 +35,20 @@ def write(theme: str, title: str, sections: dict[str, list[dict[str, Any]]], out
     out.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".md").write_text(text)
     stem.with_suffix(".json").write_text(json.dumps({**facts, "tables": sections}, indent=1) + "\n")
+
+
+def merge(theme: str, machine: str, date: str, out: Path) -> None:
+    """Make one `<theme>_<machine>_<date>` of those that were measured part by part."""
+    stem = out / f"{theme}_{machine}_{date}"
+    parts = sorted(out.glob(f"{theme}_*_{machine}_{date}.json"))
+    records = [json.loads(part.read_text()) for part in parts]
+    body = [f"# {theme.capitalize()}", f"- hardware: `{records[0]['hardware']}`, {date}"]
+    for one in records:
+        body += ["", f"`{one['command']}` ({one['versions']})"]
+        for heading, rows in one["tables"].items():
+            body += ["", heading, "", table(rows)]
+    stem.with_suffix(".md").write_text("\n".join(body) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+    for part in parts:
+        part.unlink()
+        part.with_suffix(".md").unlink()

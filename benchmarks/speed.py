@@ -1,10 +1,11 @@
 """How fast training is with each method, as ratios from one run: the table of the README.
 
-python benchmarks/speed.py methods     # ResNet-18, 32 px, batch 128, steps recorded, compiled
-python benchmarks/speed.py loop        # the same with the README's loop, one operation at a time
-python benchmarks/speed.py models      # every model of the paper's two accuracy tables
-python benchmarks/speed.py seeds       # one to three seeds of a run side by side
-python benchmarks/speed.py stores      # outputs of ImageNet on the GPU, in host memory, in a file
+python benchmarks/speed.py methods  # ResNet-18, 32 px, batch 128, recorded and compiled
+python benchmarks/speed.py loop     # the README's loop, one operation at a time
+python benchmarks/speed.py models   # every model of the paper's two accuracy tables
+python benchmarks/speed.py seeds    # one to three seeds of a run side by side
+python benchmarks/speed.py stores   # ImageNet's outputs on the GPU, in host memory, in a file
+python benchmarks/speed.py merge --machine h200 --date 2026-11-15  # these as one result
 """
 
 from __future__ import annotations
@@ -291,12 +292,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["methods", "loop", "models", "seeds", "stores"])
+    parser.add_argument("part", choices=["methods", "loop", "models", "seeds", "stores", "merge"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 512, 1024])
+    parser.add_argument("--machine")
+    parser.add_argument("--date")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Table]]] = {
@@ -306,4 +309,7 @@ if __name__ == "__main__":
         "seeds": lambda: seeds(args.rounds, args.steps),
         "stores": lambda: stores(args.rounds, args.steps, args.batches),
     }
-    record.write(f"speed_{args.part}", "Speed", parts[args.part](), args.out)
+    if args.part == "merge":
+        record.merge("speed", args.machine, args.date, args.out)
+    else:
+        record.write(f"speed_{args.part}", "Speed", parts[args.part](), args.out)

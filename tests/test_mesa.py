@@ -132,3 +132,96 @@ def test_the_student_is_not_part_of_its_state():
     mesa = MESA(model)
     assert not {id(p) for p in model.parameters()} & {id(p) for p in mesa.parameters()}
     assert all(name.startswith(("teacher.", "_")) for name in mesa.state_dict())
+
+
+def moved_model():
+    """A model, a MESA whose teacher lies elsewhere, and inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    mesa = MESA(model, start_epoch=1)
+    mesa.set_epoch(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    return model, mesa, torch.randn(10, 3)
+
+
+def test_a_share_of_the_batch_is_its_first_rows():
+    model, mesa, x = moved_model()
+    expected = mesa(model(x[:3]), x[:3])
+    mesa.share = 0.25  # of ten rows: three
+    passes = []
+    mesa.teacher.register_forward_hook(lambda module, inputs, out: passes.append(len(out)))
+    torch.testing.assert_close(mesa(model(x), x), expected)
+    assert passes == [3]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, -1.0])
+def test_a_share_is_a_part(share):
+    with pytest.raises(ValueError, match=r"share must be within \(0, 1\], got"):
+        MESA(nn.Linear(2, 2), share=share)
+
+
+def test_a_pass_started_early_is_taken_once_and_for_its_own_inputs():
+    model, mesa, x = moved_model()
+    expected = mesa(model(x), x)
+    passes = []
+    mesa.teacher.register_forward_hook(lambda *_: passes.append(1))
+    mesa.prefetch(x)
+    assert torch.equal(mesa(model(x), x), expected)
+    assert len(passes) == 1
+    mesa.prefetch(-x)
+    assert torch.equal(mesa(model(x), x), expected)
+    assert len(passes) == 3
+    assert torch.equal(mesa(model(x), x), expected), "what was prefetched is gone"
+    assert len(passes) == 4
+
+
+def test_nothing_is_started_early_before_the_start_or_in_eval_mode():
+    model, mesa, x = moved_model()
+    passes = []
+    mesa.teacher.register_forward_hook(lambda *_: passes.append(1))
+    mesa.eval()
+    mesa.prefetch(x)
+    other = MESA(model, start_epoch=1)
+    other.set_epoch(0)
+    other.teacher.register_forward_hook(lambda *_: passes.append(1))
+    other.prefetch(x)
+    assert passes == []
+
+
+def test_a_deferred_update_is_done_before_anyone_can_tell():
+    def train(defer):
+        model, mesa, x = moved_model()
+        mesa.defer = defer
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(6):
+            if step % 2:
+                mesa.prefetch(x)
+            logits = model(x)
+            loss = logits.logsumexp(1).mean() + mesa(logits, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mesa.update(model)
+            losses.append(loss.detach())
+        assert mesa.pending is defer
+        state = mesa.state_dict()
+        assert not mesa.pending
+        return losses, state
+
+    (losses, state), (expected, expected_state) = train(True), train(False)
+    assert torch.stack(losses).equal(torch.stack(expected))
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected_state.items())
+
+
+def test_loading_forgets_a_deferred_update():
+    model, mesa, _ = moved_model()
+    state = {name: tensor.clone() for name, tensor in mesa.state_dict().items()}
+    mesa.defer = True
+    mesa.update(model)
+    assert mesa.pending
+    mesa.load_state_dict(state)
+    assert not mesa.pending
+    assert all(torch.equal(mesa.state_dict()[name], tensor) for name, tensor in state.items())

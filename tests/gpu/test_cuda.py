@@ -178,3 +178,42 @@ def test_takes_the_bytes_it_says_on_the_gpu(storage):
     clock = 32  # four int64
     assert requested() - before == SAF.estimate_bytes(100_000, 100, storage=storage) + clock
     assert saf.memory.nbytes == SAF.estimate_bytes(100_000, 100, storage=storage)
+
+
+@pytest.mark.parametrize("place", ["host", "file"])
+def test_prefetched_rows_are_the_same_bits(place, tmp_path):
+    def run(ahead):
+        where = {"device": "cpu"} if place == "host" else {"path": tmp_path / f"table{ahead}"}
+        saf, seen = make(**where), []
+        for epoch, batches in epochs():
+            saf.set_epoch(epoch)
+            for number, (index, seed) in enumerate(batches):
+                if ahead == 1:
+                    saf.prefetch(index, CUDA)
+                elif ahead == 2 and number + 1 < len(batches) and number % 2:
+                    saf.prefetch(batches[number + 1][0], CUDA)  # before this batch is written
+                loss = saf(outputs(seed).requires_grad_(), index)
+                seen.append(loss.detach())
+        return seen
+
+    plain = run(0)
+    for ahead in (1, 2):
+        for got, expected in zip(run(ahead), plain, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_a_teacher_started_early_gives_the_same_loss():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+    model = model.to(CUDA)
+    mesa = MESA(model, start_epoch=0)
+    mesa.set_epoch(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    x = torch.randn(8, 4, device=CUDA)
+    expected = mesa(model(x), x)
+    mesa.prefetch(x)
+    assert torch.equal(mesa(model(x), x), expected)
+    mesa.prefetch(torch.randn(8, 4, device=CUDA))  # of other inputs: not used
+    assert torch.equal(mesa(model(x), x), expected)
