@@ -1,11 +1,7 @@
 """The GPU kernels on the CPU, by Triton's interpreter, beside what PyTorch computes.
 
-Run by test_fused.py in a process of its own: Triton reads TRITON_INTERPRET when it is imported.
+Run by test_fused.py in a process of its own, with TRITON_INTERPRET=1 in its environment.
 """
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import warnings
 
