@@ -20,8 +20,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])
 
 
-def write(theme: str, title: str, sections: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """Print the tables, and write them as `<theme>_<hardware>_<date>.md` and `.json`."""
+def write(
+    theme: str,
+    title: str,
+    sections: dict[str, list[dict[str, Any]]],
+    out: Path,
+    raw: Any = None,
+) -> None:
+    """Print the tables; write `<theme>_<hardware>_<date>.md` and, with the raw data, `.json`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     facts = provenance(command("python", script, *sys.argv[1:]), device)
@@ -34,7 +40,8 @@ def write(theme: str, title: str, sections: dict[str, list[dict[str, Any]]], out
     stem = out / f"{theme}_{machine}_{facts['date']}"
     out.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(json.dumps({**facts, "tables": sections}, indent=1) + "\n")
+    record = {**facts, "tables": sections, **({} if raw is None else {"raw": raw})}
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def merge(theme: str, machine: str, date: str, out: Path) -> None:

@@ -31,11 +31,13 @@ from saltflat import SAF, with_index
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
 from saltflat.train.bench import Row, bench, timed_rounds
 from saltflat.train.models import build_model
-from saltflat.train.together import _TURN, _Turns
+from saltflat.train.together import TURN, Turns
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 Table = list[dict[str, Any]]
+RAW: dict[str, Any] = {}
+"""The seconds of every round, by what was measured."""
 METHODS: dict[str, MethodConfig] = {
     "base": MethodConfig("base"),
     "saf": MethodConfig("saf"),
@@ -99,6 +101,7 @@ def methods(rounds: int, steps: int, names: list[str]) -> dict[str, Table]:
     one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
     configs = {name: dataclasses.replace(one, method=METHODS[name]) for name in names}
     rows = bench(configs, rounds=rounds, steps=steps)
+    RAW.update({row.method: row.seconds for row in rows})
     how = "bf16, channels_last, compiled, every step one CUDA graph"
     return {f"cifar_resnet18, 32 px, batch 128, {how}, n = {rounds} x {steps} steps:": lines(rows)}
 
@@ -111,6 +114,7 @@ def models(rounds: int, steps: int, names: list[str]) -> dict[str, Table]:
         chosen = {key: METHODS[key] for key in ("base", "sam", "saf", "mesa")}
         configs = {key: dataclasses.replace(one, method=m) for key, m in chosen.items()}
         rows = {row.method: row for row in bench(configs, rounds=rounds, steps=steps)}
+        RAW[name] = {key: row.seconds for key, row in rows.items()}
         side, _, batch = MODELS[name]
         table.append(
             {
@@ -171,7 +175,7 @@ def seeds(rounds: int, turns: int) -> dict[str, Table]:
     one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
     with tempfile.TemporaryDirectory() as folder:
         runs = [
-            _Turns(dataclasses.replace(one, seed=seed), Path(folder, str(seed)), lambda *_: False)
+            Turns(dataclasses.replace(one, seed=seed), Path(folder, str(seed)), lambda *_: False)
             for seed in range(3)
         ]
         for run in runs:
@@ -185,7 +189,8 @@ def seeds(rounds: int, turns: int) -> dict[str, Table]:
 
         contenders = {f"{n} at once": partial(together, n) for n in (1, 2, 3)}
         seconds = timed_rounds(contenders, rounds, time.perf_counter)
-    images = turns * _TURN * one.data.batch_size
+    RAW.update(seconds)
+    images = turns * TURN * one.data.batch_size
     alone = median(seconds["1 at once"])
     table = [
         {
@@ -195,7 +200,7 @@ def seeds(rounds: int, turns: int) -> dict[str, Table]:
         }
         for n, (name, spent) in enumerate(seconds.items(), start=1)
     ]
-    return {f"cifar_resnet18, base, n = {rounds} rounds of {turns} turns of {_TURN} steps:": table}
+    return {f"cifar_resnet18, base, n = {rounds} rounds of {turns} turns of {TURN} steps:": table}
 
 
 def stores(rounds: int, steps: int, batches: list[int]) -> dict[str, Table]:
@@ -223,12 +228,14 @@ def stores(rounds: int, steps: int, batches: list[int]) -> dict[str, Table]:
             x = torch.randn(batch, 3, side, side, device=DEVICE)
             x = x.contiguous(memory_format=torch.channels_last)
             y = torch.randint(classes, (batch,), device=DEVICE)
-            orders = cycle(torch.randperm(samples)[: 64 * batch].reshape(-1, batch))
-            step = partial(_store_step, model, optimizer, x, y, orders, steps)
-            contenders = {name: partial(step, saf) for name, saf in terms.items()}
+            indices = torch.randperm(samples)[: 64 * batch].reshape(-1, batch)
+            contenders = {
+                name: partial(_store_step, model, optimizer, x, y, cycle(indices), steps, saf)
+                for name, saf in terms.items()
+            }
             for saf in terms.values():
                 if saf is not None:
-                    saf.set_epoch(saf.start_epoch)
+                    _fill(saf, indices, torch.randn(batch, classes, device=DEVICE))
             seconds = timed_rounds(contenders, rounds, time.perf_counter)
             heading = f"ResNet-50, {side} px, batch {batch}, n = {rounds} x {steps} steps:"
             tables[heading] = _ratios(seconds, steps * batch)
@@ -260,6 +267,15 @@ def _store_step(
     _wait()
 
 
+def _fill(saf: SAF, indices: Tensor, logits: Tensor) -> None:
+    """Have references to read: write what is to be read, `lag` epochs before."""
+    epoch = saf.start_epoch if saf.epoch is None else saf.epoch + 1
+    saf.set_epoch(epoch)
+    for index in indices:
+        saf(logits, index)
+    saf.set_epoch(epoch + saf.memory.lag)
+
+
 def _take(steps: Iterator[None], count: int) -> None:
     for _ in range(count):
         next(steps)
@@ -272,6 +288,7 @@ def _wait() -> None:
 
 
 def _ratios(seconds: dict[str, list[float]], images: int) -> Table:
+    RAW[f"rounds of {images} images"] = seconds
     first = next(iter(seconds.values()))
     table = []
     for name, spent in seconds.items():
@@ -279,7 +296,7 @@ def _ratios(seconds: dict[str, list[float]], images: int) -> Table:
         low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
         table.append(
             {
-                "outputs" if "base" in next(iter(seconds)) else "run": name,
+                "contender": name,
                 "images/s": f"{images / median(spent):,.0f}",
                 "of the base's speed": f"{middle:.1%}",
                 "quartiles": f"{low:.1%} to {high:.1%}",
@@ -312,4 +329,4 @@ if __name__ == "__main__":
     if args.part == "merge":
         record.merge("speed", args.machine, args.date, args.out)
     else:
-        record.write(f"speed_{args.part}", "Speed", parts[args.part](), args.out)
+        record.write(f"speed_{args.part}", "Speed", parts[args.part](), args.out, RAW)

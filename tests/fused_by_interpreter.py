@@ -143,7 +143,7 @@ def averages_are_lerps() -> None:
     new = [torch.randn_like(tensor) for tensor in old]
     for weight in (0.0, 0.3, 0.9, 1.0):
         averages = [tensor.clone() for tensor in old]
-        averaging = _average.Averaging(averages, new)
+        averaging = _average.Averaging(averages, new, lasting=True)
         averaging(averages, new, torch.tensor(weight, dtype=torch.float64), None)
         for got, before, live in zip(averages, old, new, strict=True):
             torch.testing.assert_close(got, torch.lerp(before, live, weight))

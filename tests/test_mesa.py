@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -190,38 +192,45 @@ def test_nothing_is_started_early_before_the_start_or_in_eval_mode():
     assert passes == []
 
 
-def test_a_deferred_update_is_done_before_anyone_can_tell():
-    def train(defer):
-        model, mesa, x = moved_model()
-        mesa.defer = defer
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(6):
-            if step % 2:
-                mesa.prefetch(x)
-            logits = model(x)
-            loss = logits.logsumexp(1).mean() + mesa(logits, x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            mesa.update(model)
-            losses.append(loss.detach())
-        assert mesa.pending is defer
-        state = mesa.state_dict()
-        assert not mesa.pending
-        return losses, state
-
-    (losses, state), (expected, expected_state) = train(True), train(False)
-    assert torch.stack(losses).equal(torch.stack(expected))
-    assert all(torch.equal(state[name], tensor) for name, tensor in expected_state.items())
-
-
-def test_loading_forgets_a_deferred_update():
-    model, mesa, _ = moved_model()
-    state = {name: tensor.clone() for name, tensor in mesa.state_dict().items()}
-    mesa.defer = True
+def test_what_was_started_early_is_not_used_when_something_changed_since():
+    model, mesa, x = moved_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesa.prefetch(x)
+    x *= 3  # in place: the same tensor, other numbers
+    got = mesa(model(x), x)
+    torch.testing.assert_close(got, mesa(model(x), x.clone()))
+    mesa.prefetch(x)
+    model(x).sum().backward()
+    optimizer.step()
     mesa.update(model)
-    assert mesa.pending
-    mesa.load_state_dict(state)
-    assert not mesa.pending
-    assert all(torch.equal(mesa.state_dict()[name], tensor) for name, tensor in state.items())
+    assert torch.equal(mesa(model(x), x), mesa(model(x), x.clone()))
+    state = {name: tensor.clone() for name, tensor in mesa.state_dict().items()}
+    mesa.prefetch(x)
+    doubled = {name: t * 2 if t.is_floating_point() else t for name, t in state.items()}
+    mesa.load_state_dict(doubled)
+    assert torch.equal(mesa(model(x), x), mesa(model(x), x.clone()))
+
+
+def test_a_share_cuts_what_is_as_long_as_the_batch():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x, *, mask, scale):
+            assert len(x) == len(mask)
+            return self.linear(x * mask[:, None]) * scale
+
+    model = Scaled()
+    mesa = MESA(model, start_epoch=0, share=0.5)
+    mesa.set_epoch(0)
+    x, mask, scale = torch.randn(10, 3), torch.ones(10), torch.arange(4.0)
+    logits = model(x, mask=mask, scale=scale)
+    assert mesa(logits, x, mask=mask, scale=scale) == 0
+
+
+def test_a_copy_of_mesa_has_nothing_under_way():
+    model, mesa, x = moved_model()
+    expected = mesa(model(x), x)
+    mesa.prefetch(x)
+    assert torch.equal(copy.deepcopy(mesa)(model(x), x), expected)

@@ -313,3 +313,22 @@ def test_the_two_call_form_satisfies_a_schedule():
         optimizer.second_step()
     schedule.step()  # warnings are errors here
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_looksam_climbs_with_whichever_parameters_have_a_gradient():
+    heads = [torch.nn.Linear(3, 2) for _ in range(2)]
+    parameters = [p for head in heads for p in head.parameters()]
+    optimizer = LookSAM(torch.optim.SGD(parameters, lr=0.1), interval=2)
+    x = torch.randn(4, 3)
+    for step in range(8):
+
+        def closure(head=heads[step // 2 % 2]):
+            optimizer.zero_grad()
+            loss = (head(x) ** 2).mean()
+            loss.backward()
+            return loss
+
+        before = [p.clone() for p in heads[1 - step // 2 % 2].parameters()]
+        optimizer.step(closure)
+        after = heads[1 - step // 2 % 2].parameters()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -40,12 +40,13 @@ class Averaging:
     Args:
         averages: The tensors v, changed in place.
         live: The tensors x, as they are laid out in memory.
+        lasting: Whether these tensors stay, rather than being made for each call.
     """
 
-    def __init__(self, averages: list[Tensor], live: list[Tensor]) -> None:
+    def __init__(self, averages: list[Tensor], live: list[Tensor], lasting: bool) -> None:
         pairs = list(zip(averages, live, strict=True))
         self._addresses = [(v.data_ptr(), x.data_ptr()) for v, x in pairs]
-        self._kernel = has_triton() and bool(pairs) and all(_plain(v, x) for v, x in pairs)
+        self._kernel = lasting and has_triton() and all(_plain(v, x) for v, x in pairs)
         if not self._kernel:
             return
         sizes = [v.numel() for v in averages]

@@ -22,6 +22,8 @@ from saltflat._sources import Given, Ring, Staged
 
 MOST_CLASSES = 8192
 """A program holds its row in registers; longer rows are PyTorch's."""
+MOST_ROWS = 16384
+"""Each program looks through the whole batch for a later row of its sample."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024
 
@@ -32,7 +34,7 @@ def serves(logits: Tensor) -> bool:
         _is_here(logits.device)
         and logits.dtype in _DTYPES
         and 0 < logits.shape[-1] <= MOST_CLASSES
-        and len(logits) > 0
+        and 0 < len(logits) <= MOST_ROWS
     )
 
 

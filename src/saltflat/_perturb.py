@@ -63,9 +63,9 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         torch.clear_autocast_cache()  # or an enclosing autocast goes on with the weights of before
 
     def _move(self) -> None:
-        alike: dict[tuple[int, torch.device], list[int]] = {}
+        alike: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
         for i, (parameter, factor) in enumerate(zip(self._parameters, self._factors, strict=True)):
-            alike.setdefault((id(factor), parameter.device), []).append(i)
+            alike.setdefault((id(factor), parameter.device, parameter.dtype), []).append(i)
         for numbers in alike.values():
             add_scaled_(
                 [self._parameters[i] for i in numbers],
@@ -87,7 +87,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
 
 
 def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
-    """tensors += factor * others, on one device; on a GPU in one pass over memory if possible."""
+    """tensors += factor * others, all of one device and dtype; on a GPU in one pass if possible."""
     factor = factor.to(tensors[0].device)
     if tensors[0].is_cuda and all(_alike(a, b) for a, b in zip(tensors, others, strict=True)):
         # A step of SGD is just that, with a learning rate that may lie on the device.
@@ -103,6 +103,7 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> 
             maximize=False,
             is_first_step=False,
         )
+        torch.autograd.graph.increment_version(tensors)  # which it does not do itself
     else:
         torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
 

@@ -72,13 +72,14 @@ class Staging:
         """Let rows on a GPU, all but those not to be kept, arrive in the table in time."""
         host = (_on_host(stored), _on_host(keep))
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(stored.device))
         self._wait()
         self._pending.append(_Pending(rows, *host, arrived))
 
     def settle(self) -> None:
-        """Put into the table what is on its way there."""
+        """Put into the table what is on its way there; what was prefetched may be true no more."""
         self._wait()
+        self._ahead = None
         self._settle()
 
     def drop(self) -> None:
@@ -106,7 +107,7 @@ class Staging:
         with torch.cuda.stream(self._streams[device]):
             near = stored.to(device, non_blocking=True), valid.to(device, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(self._streams[device])
         return _Fetched(*near, arrived)
 
     def _still_true(self, ahead: _Ahead, rows: Tensor, device: torch.device) -> bool:

@@ -35,7 +35,8 @@ class MESA(TrajectoryTerm):
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         warmup: Whether the decay starts small, so that the random initialisation does not linger.
         share: The part of a batch, its first rows, that the teacher sees and the loss is the mean
-            of. Less is faster, and in expectation the same.
+            of. Less is faster and, of shuffled batches, in expectation the same. Of the inputs,
+            tensors as long as the batch are cut.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -73,11 +74,8 @@ class MESA(TrajectoryTerm):
             raise ValueError(f"share must be within (0, 1], got {share}")
         self.share = share
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup)
-        self.defer = False
-        """Whether to update early in the next step, where `prefetch` starts the teacher's pass: off
-        the path that the model's pass is on. Nothing but that may change the model until then."""
-        self._pending: list[nn.Module] = []
         self._ahead: _Ahead | None = None
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
 
     def forward(self, logits: Tensor, *inputs: Any, **kwargs: Any) -> Tensor:
         """Weighted trajectory loss of a batch.
@@ -96,13 +94,14 @@ class MESA(TrajectoryTerm):
         """
         if not self._check(logits) or not self.training:
             return self._no_loss(logits)
-        logits = logits[: self._rows(len(logits))]
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.fits(inputs, kwargs):
-            reference = ahead.taken()
+        batch = len(logits)
+        logits = logits[: self._rows(batch)]
+        if self._ahead is not None and self._ahead.fits(inputs, kwargs):
+            reference = self._ahead.taken()
+            self._ahead = None
         else:
-            self.settle()
-            reference = self._reference(inputs, kwargs)
+            self._drop()
+            reference = self._reference(batch, inputs, kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
@@ -121,44 +120,46 @@ class MESA(TrajectoryTerm):
         which pays where one leaves part of it idle. The next call of MESA with the same inputs
         takes the outputs. The loss is the same with it and without.
         """
-        self._ahead = None
-        if not (self._started and self.training):
+        self._drop()
+        tensors = [x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+        if not (self._started and self.training and tensors):
             return
-        tensors = (x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor))
-        device = next((x.device for x in tensors), torch.device("cpu"))
-        side = None
+        device, side = tensors[0].device, None
         if device.type == "cuda" and not torch.compiler.is_compiling():
-            # From a pool of torch's own, so that this costs nothing.
-            side = torch.cuda.Stream(device)
+            if device not in self._sides:
+                self._sides[device] = torch.cuda.Stream(device)
+            side = self._sides[device]
             side.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if side is None else torch.cuda.stream(side):
-            self.settle()
-            reference = self._reference(inputs, kwargs)
-        self._ahead = _Ahead(inputs, kwargs, reference, side)
+            reference = self._reference(len(tensors[0]), inputs, kwargs)
+        self._ahead = _Ahead(inputs, kwargs, _versions(inputs, kwargs), reference, side)
 
     def _rows(self, batch: int) -> int:
         return math.ceil(self.share * batch - 1e-9)  # 0.55 * 100 is 55, and a bit
 
-    def _reference(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reference(self, batch: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The teacher's outputs of its share of the batch."""
-        if self.share < 1:
-            inputs = tuple(self._part(x) for x in inputs)
-            kwargs = {name: self._part(x) for name, x in kwargs.items()}
+        rows = self._rows(batch)
+
+        def part(x: Any) -> Any:
+            return x[:rows] if isinstance(x, Tensor) and x.dim() and len(x) == batch else x
+
+        if rows < batch:
+            inputs = tuple(part(x) for x in inputs)
+            kwargs = {name: part(x) for name, x in kwargs.items()}
         return self.teacher(*inputs, **kwargs)
 
-    def _part(self, x: Any) -> Any:
-        return x[: self._rows(len(x))] if isinstance(x, Tensor) and x.dim() else x
+    def _drop(self) -> None:
+        """Forget what was started early, when it has ended."""
+        if self._ahead is not None:
+            self._ahead.taken()
+            self._ahead = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()
-        return {**self.__dict__, "_ahead": None}
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.settle()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        return {**self.__dict__, "_ahead": None, "_sides": {}}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._pending.clear()
+        self._drop()
         super()._load_from_state_dict(*args, **kwargs)
 
     def set_epoch(self, epoch: int) -> None:
@@ -174,26 +175,8 @@ class MESA(TrajectoryTerm):
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""
-        self.settle()
-        if self.defer and self._started:
-            self._pending.append(model)
-        else:
-            self.teacher.update(model)
-
-    @property
-    def pending(self) -> bool:
-        """Whether an update was deferred and is still to be done."""
-        return bool(self._pending)
-
-    def settle(self) -> None:
-        """Do the update that was deferred, if one was; loading and saving do so by themselves."""
-        if self._pending:
-            self.teacher.update(self._pending.pop())
-
-    def before_replay(self) -> None:
-        """Count the update in a step that a CUDA graph is about to repeat, and set its decay."""
-        if self.pending or not (self.defer and self._started):
-            self.teacher.before_replay()
+        self._drop()
+        self.teacher.update(model)
 
 
 class _Ahead(NamedTuple):
@@ -201,17 +184,20 @@ class _Ahead(NamedTuple):
 
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
+    versions: list[int]
+    """How often PyTorch had changed each input."""
     reference: Any
     side: torch.cuda.Stream | None
     """Where they are computed, if it is not where the model runs."""
 
     def fits(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether these are the very inputs."""
+        """Whether these are the very inputs, as they were."""
         ours, theirs = (*self.inputs, *self.kwargs.values()), (*inputs, *kwargs.values())
         return (
             len(self.inputs) == len(inputs)
             and self.kwargs.keys() == kwargs.keys()
             and all(a is b for a, b in zip(ours, theirs, strict=True))
+            and self.versions == _versions(inputs, kwargs)
         )
 
     def taken(self) -> Any:
@@ -222,3 +208,8 @@ class _Ahead(NamedTuple):
             if isinstance(self.reference, Tensor) and not _capture.capturing():
                 self.reference.record_stream(stream)
         return self.reference
+
+
+def _versions(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    tensors = (x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor))
+    return [0 if x.is_inference() else x._version for x in tensors]

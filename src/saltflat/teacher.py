@@ -230,7 +230,9 @@ class _Plan:
     def prepare(self, averages: list[Tensor], live: list[Tensor]) -> None:
         """Note where the tensors are, if they are not where they were."""
         if self._averaging is None or not self._averaging.fits(averages, live):
-            self._averaging = Averaging(averages, live)
+            # A cast makes new tensors, whose addresses a kernel could not keep.
+            casts = any(x is not y for x, y in zip(live, self._live(), strict=True))
+            self._averaging = Averaging(averages, live, lasting=not casts)
             self.weight = self.weight.to(averages[0].device)
 
     def average(self, averages: list[Tensor], live: list[Tensor], known: float | None) -> None:
@@ -242,11 +244,13 @@ class _Plan:
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and the live tensors that go into them, in the averages' precision."""
         averages = [holder[key] for (holder, key), _ in self._averaged]
-        live = [holder[key] for _, (holder, key) in self._averaged]
         return averages, [
             x if x.dtype == average.dtype else x.to(average.dtype)
-            for average, x in zip(averages, live, strict=True)
+            for average, x in zip(averages, self._live(), strict=True)
         ]
+
+    def _live(self) -> list[Tensor]:
+        return [holder[key] for _, (holder, key) in self._averaged]
 
     def copy(self) -> None:
         """Make the plain copies, after the average: one launch for all of the same kind."""

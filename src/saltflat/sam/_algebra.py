@@ -31,13 +31,13 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def add_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
-    """tensors += factor * others in place, on whichever devices they are."""
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    """tensors += factor * others in place, of whichever devices and dtypes they are."""
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for tensor, other in zip(tensors, others, strict=True):
-        mine, theirs = by_device.setdefault(tensor.device, ([], []))
+        mine, theirs = alike.setdefault((tensor.device, tensor.dtype), ([], []))
         mine.append(tensor)
         theirs.append(other)
-    for mine, theirs in by_device.values():
+    for mine, theirs in alike.values():
         add_scaled_(mine, theirs, factor)
 
 

@@ -221,11 +221,11 @@ class SharpnessAware(Optimizer):
 
     def cancel(self) -> None:
         """Give up a step between `first_step` and `second_step`: the weights come back."""
-        if self._displacement is not None:
-            self._displacement.__exit__()
-            self._displacement = None
+        displacement, self._displacement = self._displacement, None
         self._first = ([], [])
         self._first_step_done = False
+        if displacement is not None:
+            displacement.__exit__()
 
     def frozen_running_stats(self) -> frozen_running_stats:
         """The context for a second pass that leaves BatchNorm's statistics alone."""

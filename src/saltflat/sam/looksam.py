@@ -73,7 +73,8 @@ class LookSAM(SAM):
         if scaled:  # after an overflow: infinities times zero would be NaN
             orthogonal = [torch.where(usable.to(v.device), v, 0.0) for v in orthogonal]
         length = torch.where(usable, length, 0.0)
-        if self._kept_norm is not None and list(self._kept) == parameters:
+        same = [id(p) for p in self._kept] == [id(p) for p in parameters]
+        if self._kept_norm is not None and same:
             # In place, where a captured step looks for it.
             torch._foreach_copy_(list(self._kept.values()), orthogonal)
             self._kept_norm.copy_(length)
@@ -102,4 +103,4 @@ class LookSAM(SAM):
             for i, kept in state.get("kept", {}).items()
         }
         length = state.get("kept_norm")
-        self._kept_norm = None if length is None else length.to(parameters[0].device)
+        self._kept_norm = None if length is None else length.to(parameters[0].device, copy=True)

@@ -148,7 +148,8 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     eager = plain_steps(dataclasses.replace(config, compile=False), state, loader, device)
     with stream:
         forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
-    going = _endless(state, build_steps(config, state, data, loader, device))
+        going = _endless(state, build_steps(config, state, data, loader, device))
+        next(going)  # in which cuDNN tries what it may not use later
 
     def run() -> None:
         with stream:

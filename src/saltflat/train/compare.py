@@ -75,7 +75,7 @@ def compare(
         methods: The methods; the first is the base that the others are compared with.
         folder: Where the runs, summary.json and table.md go. Complete runs there are kept.
         seeds: How many, from the config's own.
-        jobs: How many runs at once, each in a process of its own.
+        jobs: How many runs at once: each in a process of its own, or on a GPU on its own stream.
         budget: "time": a method slower than the base trains for as many epochs fewer.
         say: Told a line about each run.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,8 +70,6 @@ class _Recorded:
         self._graphs: dict[Any, Replay] = {}
         self._taken: Counter[Any] = Counter()
         self._records = True
-        torch.backends.cudnn.benchmark = True  # every step has the same shapes
-        state.training.defer()
         # One pool of memory for all the graphs: only one of them runs at a time.
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -84,15 +82,14 @@ class _Recorded:
             self._one()
             yield
 
-        self._state.training.settle()
-
     def _one(self) -> None:
         """Take the next step, recorded if there is a recording of its kind."""
         training = self._state.training
         kind = training.kind()
         if self._records and kind not in self._graphs and self._taken[kind] >= _WARM_UP:
             try:
-                self._graphs[kind] = record(self._whole, self._pool)
+                with _tuned():
+                    self._graphs[kind] = record(self._whole, self._pool)
             except RuntimeError as error:
                 self._records = False
                 _say(str(error).partition("\n")[0])
@@ -100,7 +97,8 @@ class _Recorded:
             training.before_replay()
             self._graphs[kind]()
         else:
-            self._whole()
+            with _tuned():
+                self._whole()
             self._taken[kind] += 1
 
     def _whole(self) -> None:
@@ -122,9 +120,21 @@ def record(body: Callable[[], None], pool: Any) -> Replay:
         RuntimeError: If the function does what cannot be captured, as waiting for the GPU.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool, torch.cuda.current_stream()):
+    # Another run's loader may do in its thread what is not allowed in this one.
+    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), "thread_local"):
         body()
     return graph.replay
+
+
+@contextmanager
+def _tuned() -> Iterator[None]:
+    """Let cuDNN choose by trying: every step has the same shapes."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _say(reason: str) -> None:

@@ -53,35 +53,19 @@ class Training:
 
     def after_step(self, model: nn.Module) -> None:
         """Keep the teacher up to date."""
-        if isinstance(self.term, MESA):
-            self.term.update(model)
-        elif self.teacher is not None:
+        if self.teacher is not None:
             self.teacher.update(model)
 
-    def defer(self) -> None:
-        """Let what comes after a step be done early in the next, beside the forward pass."""
-        if isinstance(self.term, MESA):
-            self.term.defer = True
-
-    def settle(self) -> None:
-        """Have done what was deferred."""
-        if isinstance(self.term, MESA):
-            self.term.settle()
-
-    def kind(self) -> tuple[bool, bool, bool]:
-        """What Python does in a step depends on: has the term started, does the step climb, is
-        an update of the teacher still to be done."""
+    def kind(self) -> tuple[bool, bool]:
+        """Whether the term has started and the step climbs: what Python does depends on these."""
         started = self.term is not None and self.term.started
-        climbs = isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
-        return started, climbs, isinstance(self.term, MESA) and self.term.pending
+        return started, isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
 
     def before_replay(self) -> None:
         """Count a step that a recording is about to repeat."""
         if isinstance(self.optimizer, SharpnessAware):
             self.optimizer.before_replay()
-        if isinstance(self.term, MESA):
-            self.term.before_replay()
-        elif self.teacher is not None:
+        if self.teacher is not None:
             self.teacher.before_replay()
 
     def state_dict(self) -> dict[str, Any]:

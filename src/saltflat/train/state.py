@@ -76,6 +76,11 @@ class State:
             else:
                 before["lr"] = float(group["lr"])
             group.update(before)
+            if group.get("fused"):  # else torch has left the count of steps where it was saved
+                for parameter in group["params"]:
+                    steps = self.training.optimizer.state.get(parameter, {})
+                    if isinstance(steps.get("step"), Tensor):
+                        steps["step"] = steps["step"].to(parameter.device)
         self.schedule.load_state_dict(state["schedule"])
         self.sums.copy_(state["sums"])
         for name, value in state["progress"].items():

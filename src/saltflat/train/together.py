@@ -18,7 +18,7 @@ from saltflat.train.config import Config
 from saltflat.train.loop import Interrupted, Run, running, stopping
 from saltflat.train.state import device_of
 
-_TURN = 16
+TURN = 16
 """Steps of a turn: enough that the others have work while one run is being evaluated."""
 
 
@@ -35,12 +35,12 @@ def fit_together(
     Raises:
         Interrupted: If it was stopped; the runs that were under way are saved.
     """
-    waiting, going = list(reversed(runs)), list[_Turns]()
+    waiting, going = list(reversed(runs)), list[Turns]()
     stopped: Interrupted | None = None
     with stopping() as interrupted:
         while going or (waiting and not interrupted()):
             if waiting and len(going) < at_once and not interrupted():
-                going.append(_Turns(*waiting.pop(), stop=lambda *_: interrupted()))
+                going.append(Turns(*waiting.pop(), stop=lambda *_: interrupted()))
             for one in list(going):
                 try:
                     run = one.turn()
@@ -51,11 +51,11 @@ def fit_together(
                     if run is not None:
                         going.remove(one)
                         done(one.folder, run)
-        if stopped is not None:
-            raise stopped
+    if stopped is not None or waiting:
+        raise stopped or Interrupted(waiting[-1][1])
 
 
-class _Turns:
+class Turns:
     """A run that takes turns: its stream and its random numbers are its own."""
 
     def __init__(self, config: Config, folder: Path, stop: Callable[[int, int], bool]) -> None:
@@ -72,7 +72,7 @@ class _Turns:
             set_random_state(self._random)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             try:
-                for _ in range(_TURN):
+                for _ in range(TURN):
                     next(self._steps)
             except StopIteration as end:
                 run: Run = end.value
