@@ -70,6 +70,9 @@ class BenchOptions(MethodsOptions):
     """Of methods, in percent, for a picture of accuracy against speed: {base: 76.0, saf: 77.8}."""
     out: str | None = None
     """A folder for bench.json, bench.md and the picture."""
+    plan: dict[str, float] | None = None
+    """Instead, compute what SAF would send and keep on many processes: {samples: 14200000, classes:
+    21843, processes: 64, per_machine: 8, batch: 128, step_ms: 100, parameters: 25557032}."""
 
 
 class _Parser(ArgumentParser):
@@ -234,6 +237,9 @@ def _bench(options: Namespace) -> None:
     from saltflat.train.state import device_of
 
     config, own = _split(options, BenchOptions)
+    if own.plan is not None:
+        _plan(own.plan)
+        return
     configs = {method.name: replace(config, method=method) for method in _chosen(config, own)}
     accuracies = own.accuracies or {}
     _require_chosen("accuracies", accuracies, own)
@@ -249,6 +255,8 @@ def _bench(options: Namespace) -> None:
         "accuracies": accuracies,
     }
     print(heading(facts))
+    if own.out is not None:
+        Path(own.out).mkdir(parents=True, exist_ok=True)  # or fail before the work
     rows = bench(configs, rounds=own.rounds, steps=own.steps)
     _print(table(rows))
     if own.out is not None:
@@ -257,6 +265,15 @@ def _bench(options: Namespace) -> None:
         known = [asdict(row) for row in rows if row.method in accuracies]
         points = [{**row, "accuracy": accuracies[row["method"]]} for row in known]
         accuracy_speed(points, Path(own.out) / "accuracy_speed")
+
+
+def _plan(numbers: dict[str, float]) -> None:
+    from saltflat.train.plan import advice, plan_of, table
+
+    plan = plan_of(numbers)
+    print(", ".join(f"{name} {value:,}" for name, value in asdict(plan).items()))
+    _print(table(plan))
+    print(f"{advice(plan)}. Computed, not measured: see docs/guides/distributed.md")
 
 
 def _methods(_: Namespace) -> None:

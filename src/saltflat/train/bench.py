@@ -145,7 +145,7 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     if state.training.term is not None:
         state.epoch = state.training.term.start_epoch  # from which on all of it is at work
     # Neither a compiled model nor a recorded step would call the hooks.
-    eager = plain_steps(dataclasses.replace(config, compile=False), state, loader, device)
+    eager = plain_steps(dataclasses.replace(config, compile=False), state, loader)
     with stream:
         forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
         going = _endless(state, build_steps(config, state, data, loader, device))

@@ -40,7 +40,7 @@ def build_steps(
         return _Recorded(config, state, data, loader, device)
     if config.fast and device.type == "cuda":
         _say(state.plain_because)
-    return plain_steps(config, state, loader, device)
+    return plain_steps(config, state, loader)
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -66,7 +66,7 @@ class _Recorded:
         self._draws = Draws(*(numbers.to(device) for numbers in loader.draws(0)))
         self._at = torch.arange(state.batch_size, device=device)
         """The next batch's places in the order."""
-        self._step = build_step(config, state.training, state.model, device)
+        self._step = build_step(config, state.training, state.model, state.sums)
         self._graphs: dict[Any, Replay] = {}
         self._taken: Counter[Any] = Counter()
         self._records = True
@@ -108,7 +108,7 @@ class _Recorded:
             self._images[index], self._draws.of(index), self._config.data, *self._statistics
         )
         state = self._state
-        state.sums += self._step(Batch(index, images, self._labels[index], None))
+        self._step(Batch(index, images, self._labels[index], None))
         state.training.after_step(state.model)
         self._at += len(self._at)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ Steps = Callable[[int, int], Iterator[None]]
 """The steps of an epoch but the first so many; each is done when the iterator gets there."""
 
 
-def plain_steps(config: Config, state: State, loader: TrainLoader, device: torch.device) -> Steps:
+def plain_steps(config: Config, state: State, loader: TrainLoader) -> Steps:
     """Steps on batches that a loader makes, one operation after another."""
-    step = build_step(config, state.training, state.model, device)
+    step = build_step(config, state.training, state.model, state.sums)
 
     def steps(epoch: int, skip: int) -> Iterator[None]:
         for batch in loader.batches(epoch, skip):
-            state.sums += step(batch)
+            step(batch)
             state.training.after_step(state.model)
             yield
 
@@ -33,9 +34,17 @@ def plain_steps(config: Config, state: State, loader: TrainLoader, device: torch
 
 
 def build_step(
-    config: Config, training: Training, model: nn.Module, device: torch.device
-) -> Callable[[Batch], Tensor]:
-    """A training step: from a batch to its vanilla loss, extra loss and right answers, summed."""
+    config: Config, training: Training, model: nn.Module, sums: Tensor
+) -> Callable[[Batch], None]:
+    """A training step on a batch, to the sums of whose rows it adds these.
+
+    Args:
+        config: The run.
+        training: The method.
+        model: What is trained.
+        sums: Of vanilla losses, extra losses and right answers, on the model's device.
+    """
+    device = sums.device
     network: Any = torch.compile(model) if config.compile else model
     teacher = training.teacher if training.loss is not None else None
     if teacher is not None and device.type == "cuda" and not teacher.fold() and config.compile:
@@ -55,7 +64,7 @@ def build_step(
             return losses
         return share * losses + (1 - share) * vanilla(logits, partners)
 
-    def step(batch: Batch) -> Tensor:
+    def step(batch: Batch) -> None:
         images = batch.images.to(device, non_blocking=True)
         if config.channels_last:
             images = images.to(memory_format=torch.channels_last)
@@ -64,7 +73,7 @@ def build_step(
         partners = labels if mixed is None else batch.labels[mixed.partner].to(device)
         share = 1.0 if mixed is None else mixed.share
         alone = mixed is None or not training.by_sample
-        seen: list[Tensor] = []  # of the first pass alone
+        passes = count()
 
         def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             part, extra = images[rows], None
@@ -78,16 +87,16 @@ def build_step(
                     extra = training.loss(logits, index, part)
             return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
 
-        def figures(logits: Tensor, losses: Tensor, extra: Tensor | None, own: Tensor) -> Tensor:
-            total = losses.detach().sum()
-            term = torch.zeros_like(total) if extra is None else extra.detach().float() * len(own)
-            right = (logits.detach().argmax(1) == own).sum()
-            return torch.stack([total, term, right.float()])
+        def note(logits: Tensor, losses: Tensor, extra: Tensor | None, own: Tensor) -> None:
+            right = logits.detach().argmax(1) == own
+            sums[::2].add_(torch.stack([losses.detach(), right.to(losses.dtype)]).sum(1))
+            if extra is not None:
+                sums[1].add_(extra.detach(), alpha=len(own))
 
         def whole() -> Tensor:
             """A pass over the batch in `accumulate` parts; leaves the gradients of its mean."""
             training.optimizer.zero_grad()
-            first, losses_seen = not seen, []
+            first, seen = next(passes) == 0, []
             size = -(-len(labels) // config.optimizer.accumulate)
             for start in range(0, len(labels), size):
                 rows = slice(start, start + size)
@@ -96,21 +105,20 @@ def build_step(
                 if len(losses) < len(labels):
                     loss = loss * (len(losses) / len(labels))
                 loss.backward()
-                losses_seen.append(loss.detach())
+                seen.append(loss.detach())
                 if first:
-                    seen.append(figures(logits, losses, extra, labels[rows]))
+                    note(logits, losses, extra, labels[rows])
             if config.optimizer.clip_norm is not None:
                 nn.utils.clip_grad_norm_(trained, config.optimizer.clip_norm)
-            return losses_seen[0] if len(losses_seen) == 1 else torch.stack(losses_seen).sum()
+            return seen[0] if len(seen) == 1 else torch.stack(seen).sum()
 
         def per_row(rows: Tensor | None) -> Tensor:
             everything = torch.arange(len(labels), device=device)
             logits, losses, _ = forward(everything if rows is None else rows)
-            if not seen:
-                seen.append(figures(logits, losses, None, labels))
+            if next(passes) == 0:
+                note(logits, losses, None, labels)
             return losses
 
         training.optimizer.step(per_row if training.per_row else whole)  # type: ignore[arg-type]
-        return seen[0] if len(seen) == 1 else torch.stack(seen).sum(0)
 
     return step
