@@ -69,8 +69,7 @@ class Exchange:
             RuntimeError: On every rank, with the names of the settings that differ.
         """
         prints = [zlib.crc32(repr(value).encode()) for value in settings.values()]
-        # The greatest of a number and the greatest of its negative are equal in size on one
-        # condition: that the number is the same everywhere.
+        # Only a number that is the same everywhere is both its greatest and its least value.
         greatest = torch.tensor([batch, *prints, *(-x for x in prints)], device=device)
         with _in_time("agree on the settings"):
             dist.all_reduce(greatest, dist.ReduceOp.MAX, self._group)

@@ -31,9 +31,10 @@ class SAF(TrajectoryTerm):
     Where torch.distributed is initialised, before SAF is built, the same lines do on W processes
     what they would do on one with the batches of all. Each process keeps 1/W of the outputs and its
     own part of `state_dict()`, and the loss is such that the mean of the processes' gradients, as
-    DistributedDataParallel takes it, is the gradient of the mean over all their rows. Each must
-    make as many calls in an epoch as the others, of which the first has the largest batch. The
-    calls are not compiled by torch.compile.
+    DistributedDataParallel takes it, is the gradient of the mean over all their rows. (The mean in
+    a cross-entropy is over a process's own: that sum is right for batches of one size.) Each
+    process must make as many calls in an epoch as the others, and none with a batch larger than the
+    largest of the first calls. torch.compile leaves the calls out of its graphs.
 
     Args:
         num_samples: The length of the training set.
