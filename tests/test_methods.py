@@ -174,7 +174,7 @@ def test_settings_of_the_rest():
     saf = METHODS["saf"].settings()
     uniform = METHODS["saf_uniform"].settings()
     assert uniform == {key: saf[key] for key in uniform}  # a control has what it controls for
-    assert set(saf) - set(uniform) == {"lag", "storage", "device", "path"}
+    assert set(saf) - set(uniform) == {"lag", "storage", "device", "path", "exchange"}
 
 
 def test_settings_reach_the_method():

@@ -14,8 +14,9 @@ from saltflat import sam
 from saltflat.memory import OutputMemory
 from saltflat.teacher import EMATeacher, decay_for_half_life
 
-# data that carries its index
+# data that carries its index, and stays where its outputs are
 from saltflat.indexed import with_index
+from saltflat.sampler import StickySampler
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "SAF",
     "EMATeacher",
     "OutputMemory",
+    "StickySampler",
     "decay_for_half_life",
     "sam",
     "trajectory_loss",

@@ -44,7 +44,7 @@ class TrajectoryTerm(Clocked):
 
     @property
     def nonfinite_rows(self) -> int:
-        """How many rows had NaN or infinite outputs so far; reading it waits for the device."""
+        """Rows of this process with NaN or infinite outputs; reading it waits for the device."""
         return int(self._nonfinite)
 
     @property

@@ -5,8 +5,8 @@ e - lag, and is overwritten with those of epoch e. Each row carries the epoch it
 counts only if that is exactly `lag` epochs ago. So a sample that was dropped, padded, drawn twice
 or not yet seen has no reference, rather than a wrong one.
 
-The ring is one flat table: row `slot * num_samples + index`, and a last row that takes what must
-not be kept, so that no step has to ask the device which rows those are. What depends on the epoch
+The ring is one flat table: row `slot * samples + sample`, and a last row that takes what must not
+be kept, so that no step has to ask the device which rows those are. What depends on the epoch
 is held in tensors beside the table, so that a compiled or captured step follows `set_epoch`.
 
 The tensors are attributes rather than buffers: a module that holds the memory may be moved, cast
@@ -15,6 +15,7 @@ to half precision or wrapped for data-parallel training, and none of that may to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from saltflat._clock import Clocked
+from saltflat._gather import gather
 from saltflat._mapped import mapped_table
 from saltflat._sources import Ring, Staged
 from saltflat._staging import Staging
@@ -40,6 +42,14 @@ class Location(NamedTuple):
     """A row of the table for each sample; the last row where the index is out of range."""
     in_range: Tensor | None
     """Which indices are in range; None where all are known to be."""
+    places: Tensor | None = None
+    """Where the rows are those of all ranks: for each sample of this one, where its reference will
+    be among what they send."""
+
+    @property
+    def batch(self) -> int:
+        """How many samples it is of."""
+        return len(self.rows if self.places is None else self.places)
 
 
 class OutputMemory(Clocked):
@@ -54,6 +64,8 @@ class OutputMemory(Clocked):
             memory, reached through pinned buffers and asynchronous copies.
         path: A file to hold the table, for tables larger than RAM. It is created sparse and takes
             space as rows are written. It is scratch space; what lasts is `state_dict()`.
+        block: The samples that are kept here, where each of several processes keeps some; all
+            unless said. Others are out of range.
 
     Raises:
         ValueError: If a size is not a positive whole number, the storage is unknown, or the file
@@ -79,6 +91,7 @@ class OutputMemory(Clocked):
         storage: str = "float16",
         device: torch.device | str | None = None,
         path: str | Path | None = None,
+        block: range | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(num_samples=num_samples, num_classes=num_classes, lag=lag)
@@ -88,6 +101,7 @@ class OutputMemory(Clocked):
         self.num_classes = num_classes
         self.lag = lag
         self.storage = storage
+        self._block = range(num_samples) if block is None else block
         self._codec = codec_for(storage)
         self._follows_logits = device is None and path is None
         self._begun = False
@@ -95,7 +109,7 @@ class OutputMemory(Clocked):
 
         # A table that follows the logits has no memory yet: "meta" until they are seen.
         place = "meta" if self._follows_logits else device or "cpu"
-        shape = (lag * num_samples + 1, self._codec.width(num_classes))
+        shape = (lag * len(self._block) + 1, self._codec.width(num_classes))
         self._table = (
             torch.zeros(shape, dtype=self._codec.dtype, device=place)
             if path is None
@@ -134,8 +148,8 @@ class OutputMemory(Clocked):
             self._clock[3] = 0
             raise ValueError(
                 f"{out_of_range} indices since the last set_epoch were outside "
-                f"0..{self.num_samples - 1}; they were neither read nor written. "
-                "num_samples must be the length of the whole training set"
+                f"{self._taken.start}..{self._taken.stop - 1}; they were neither read nor written. "
+                f"{self._remedy()}"
             )
         super().set_epoch(epoch)
 
@@ -144,7 +158,7 @@ class OutputMemory(Clocked):
         super()._begin(epoch)
         self._begun = epoch is not None
         if epoch is not None:
-            now = (epoch % self.lag * self.num_samples, epoch, epoch - self.lag)
+            now = (epoch % self.lag * len(self._block), epoch, epoch - self.lag)
             self._clock[:3].copy_(torch.tensor(now, device="cpu"))
 
     def locate(self, index: Tensor, device: torch.device | str = "cpu") -> Location:
@@ -159,16 +173,37 @@ class OutputMemory(Clocked):
             device: Where the batch's logits are.
 
         Raises:
-            ValueError: If the index is not a vector of whole numbers from 0 to num_samples - 1.
+            ValueError: If the index is not a vector of whole numbers of samples that are kept here.
             RuntimeError: If no epoch has begun.
         """
         index, known = self._checked(index, torch.device(device))
+        index = self._local(index)
         if known:
             return Location(index + self._clock[0], None)
-        in_range = (index >= 0) & (index < self.num_samples)
+        in_range = (index >= 0) & (index < len(self._block))
         self._clock[3] += (~in_range).sum()
-        rows = torch.where(in_range, index + self._clock[0], len(self._table) - 1)
-        return Location(rows, in_range)
+        return Location(self._rows(index, in_range), in_range)
+
+    def _local(self, index: Tensor) -> Tensor:
+        """Samples counted from the first that is kept here."""
+        return index - self._block.start if self._block.start else index
+
+    def _rows(self, local: Tensor, in_range: Tensor) -> Tensor:
+        return torch.where(in_range, local + self._clock[0], len(self._table) - 1)
+
+    @property
+    def _taken(self) -> range:
+        """The indices that are in range."""
+        return self._block
+
+    def _remedy(self) -> str:
+        """What to do about an index that is not."""
+        if len(self._taken) == self.num_samples:
+            return "num_samples must be the length of the whole training set"
+        return (
+            'with exchange="own" a rank takes its own samples only, as StickySampler sends them; '
+            'exchange="any" goes with any sampler'
+        )
 
     def _checked(self, index: Tensor, device: torch.device) -> tuple[Tensor, bool]:
         """The index on the table's device, and whether all of it is known to be in range."""
@@ -185,11 +220,12 @@ class OutputMemory(Clocked):
             return index.to(device, torch.int64, non_blocking=True), False
         index = index.to("cpu", torch.int64)
         if len(index):
-            least, greatest = torch.aminmax(index)
-            if least < 0 or greatest >= self.num_samples:
+            least, greatest = map(int, torch.aminmax(index))
+            first, last = self._taken.start, self._taken.stop - 1
+            if least < first or greatest > last:
                 raise ValueError(
-                    f"index must be within 0..{self.num_samples - 1}, got {int(least)} to "
-                    f"{int(greatest)}: num_samples must be the length of the training set"
+                    f"index must be within {first}..{last}, got {least} to {greatest}: "
+                    f"{self._remedy()}"
                 )
         return index.to(device, non_blocking=True), True
 
@@ -207,23 +243,25 @@ class OutputMemory(Clocked):
     def source(self, index: Tensor, logits: Tensor) -> Ring | Staged:
         """Where the kernels of `saltflat._fused` find a batch's references; see `sent`."""
         if self._crosses(logits.device):
-            rows = self.locate(index, logits.device).rows
-            stored, valid = self._staging().fetch(rows, logits.device)
-            return Staged(stored, valid, torch.empty_like(stored), rows, self.storage)
+            return self._staged(self.locate(index, logits.device), logits.device)
         index, _ = self._checked(index, logits.device)
         return Ring(
             self._table,
             self._stamps,
             self._clock,
-            index.contiguous(),
-            self.num_samples,
+            self._local(index).contiguous(),
+            len(self._block),
             self.storage,
         )
+
+    def _staged(self, location: Location, device: torch.device) -> Staged:
+        stored, valid = self._fetch(location, device)
+        return Staged(stored, valid, torch.empty_like(stored), location.rows, self.storage)
 
     def sent(self, source: Ring | Staged, finite: Tensor) -> None:
         """Take what the kernels left of a batch; a ring on the GPU has it already."""
         if source.mode == "staged":
-            self._staging().send(source.rows, source.outgoing, finite != 0)
+            self._send(source.rows, source.outgoing, finite != 0)
 
     def read(
         self, location: Location, device: torch.device | str | None = None
@@ -239,16 +277,20 @@ class OutputMemory(Clocked):
             shape (batch,).
         """
         device = self._table.device if device is None else torch.device(device)
+        stored, valid = self._fetch(location, device)
+        return self._codec.decode(stored), valid
+
+    def _fetch(self, location: Location, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The stored form of a batch's references, and whether each counts."""
         if self._crosses(device):
             stored, valid = self._staging().fetch(location.rows, device)
         else:
             self._settle()
-            gather = _opaque_gather if torch.compiler.is_compiling() else _gather
             found = gather(self._table, self._stamps, location.rows, self._clock[2], False)
             stored, valid = (part.to(device) for part in found)
         if location.in_range is not None:
             valid &= location.in_range.to(device)
-        return self._codec.decode(stored), valid
+        return stored, valid
 
     def write(self, location: Location, logits: Tensor, keep: Tensor | None = None) -> None:
         """Record a batch's outputs in this epoch; of a sample drawn twice, the later ones.
@@ -261,19 +303,22 @@ class OutputMemory(Clocked):
         Raises:
             ValueError: If the shapes do not fit.
         """
-        if logits.shape != (len(location.rows), self.num_classes):
+        if logits.shape != (location.batch, self.num_classes):
             raise ValueError(
-                f"logits must be of shape ({len(location.rows)}, {self.num_classes}) for an index "
-                f"of length {len(location.rows)}, got {tuple(logits.shape)}"
+                f"logits must be of shape ({location.batch}, {self.num_classes}) for an index "
+                f"of length {location.batch}, got {tuple(logits.shape)}"
             )
         stored = self._codec.encode(logits.detach().to(torch.float32))
         if keep is None:
             keep = torch.ones(len(stored), dtype=torch.bool, device=logits.device)
-        if self._crosses(logits.device):
-            self._staging().send(location.rows, stored, keep)
+        self._send(location.rows, stored, keep)
+
+    def _send(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
+        if self._crosses(stored.device):
+            self._staging().send(rows, stored, keep)
         else:
             self._settle()
-            self._put(location.rows, stored.to(self._table.device), keep.to(self._table.device))
+            self._put(rows, stored.to(self._table.device), keep.to(self._table.device))
 
     def _put(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
         last = len(self._table) - 1
@@ -291,7 +336,7 @@ class OutputMemory(Clocked):
         return self._traffic
 
     def _gather_pinned(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return _gather(self._table, self._stamps, rows, self._clock[2], True)
+        return gather(self._table, self._stamps, rows, self._clock[2], True)
 
     def _settle(self) -> None:
         """Have in the table what was written."""
@@ -328,6 +373,26 @@ class OutputMemory(Clocked):
         self._settle()
         for name, tensor in self._rings().items():
             destination[prefix + name] = tensor
+        if len(self._block) < self.num_samples:
+            destination[prefix + "block"] = torch.tensor(self._part(), device="cpu")
+
+    def _part(self) -> list[int]:
+        return [self._block.start, self._block.stop, self.num_samples]
+
+    def refuse_another_block(self, state_dict: Mapping[str, Any], prefix: str = "") -> None:
+        """Raise RuntimeError if a state has the outputs of other samples than those kept here."""
+        if prefix + "table" not in state_dict:
+            return
+        kept = len(self._block)  # as many as are loaded, or their shape would be another
+        block = state_dict.get(prefix + "block")
+        loaded = [0, kept, kept] if block is None else block.tolist()
+        if loaded != self._part():
+            first, stop, samples = loaded
+            raise RuntimeError(
+                f"the loaded samples are {first}..{stop - 1} of {samples}, those kept here "
+                f"{self._block.start}..{self._block.stop - 1} of {self.num_samples}: load what the "
+                "same rank of as many ranks has saved. Nothing was loaded"
+            )
 
     def _load_from_state_dict(
         self,
@@ -354,6 +419,8 @@ class OutputMemory(Clocked):
         error_msgs += wrong
         if missing or wrong:
             return
+        self.refuse_another_block(state_dict, prefix)
+        self._settle()  # before what is loaded, not after it
         if self._traffic is not None:
             self._traffic.drop()
         if self._table.is_meta:
@@ -364,16 +431,13 @@ class OutputMemory(Clocked):
 
     def _rings(self) -> dict[str, Tensor]:
         """The state: all but the last row, seen as (lag, num_samples, ...)."""
-        shape = (self.lag, self.num_samples)
+        shape, width = (self.lag, len(self._block)), self._table.shape[1]
         if self._table.is_meta:  # nothing was written: one element, seen as if it were all
             table = torch.zeros((), dtype=self._table.dtype, device="cpu")
             stamps = torch.full((), _NEVER, dtype=torch.int32, device="cpu")
-            return {
-                "table": table.expand(*shape, self._table.shape[1]),
-                "stamps": stamps.expand(shape),
-            }
+            return {"table": table.expand(*shape, width), "stamps": stamps.expand(shape)}
         return {
-            "table": self._table[:-1].view(*shape, -1),
+            "table": self._table[:-1].view(*shape, width),
             "stamps": self._stamps[:-1].view(shape),
         }
 
@@ -382,26 +446,3 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
-
-
-def _gather(
-    table: Tensor, stamps: Tensor, rows: Tensor, wanted: Tensor, pinned: bool
-) -> tuple[Tensor, Tensor]:
-    """Rows of the table, and whether each carries the stamp that is wanted."""
-    valid = stamps.index_select(0, rows) == wanted
-    if not pinned:
-        return table.index_select(0, rows), valid
-    stored = torch.empty((len(rows), table.shape[1]), dtype=table.dtype, pin_memory=True)
-    return torch.index_select(table, 0, rows, out=stored), valid.pin_memory()
-
-
-# A compiler takes a gather for cheap and may do it again in the backward pass, when the rows have
-# been overwritten. An operator that it cannot look into is done once.
-_opaque_gather = torch.library.custom_op("saltflat::gather", _gather, mutates_args=())
-
-
-@_opaque_gather.register_fake
-def _(
-    table: Tensor, stamps: Tensor, rows: Tensor, wanted: Tensor, pinned: bool
-) -> tuple[Tensor, Tensor]:
-    return table.new_empty((len(rows), table.shape[1])), rows.new_empty(len(rows), dtype=torch.bool)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat import _capture
@@ -37,6 +38,8 @@ class MESA(TrajectoryTerm):
         share: The part of a batch, its first rows, that the teacher sees and the loss is the mean
             of. Less is faster and, of shuffled batches, in expectation the same. Of the inputs,
             tensors as long as the batch are cut.
+        process_group: The processes that train together, whose teachers are kept the same; the
+            default group unless said.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -66,6 +69,7 @@ class MESA(TrajectoryTerm):
         tau_squared: bool = True,
         warmup: bool = True,
         share: float = 1.0,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
@@ -73,7 +77,7 @@ class MESA(TrajectoryTerm):
         if not 0 < share <= 1:
             raise ValueError(f"share must be within (0, 1], got {share}")
         self.share = share
-        self.teacher = EMATeacher(model, decay=decay, warmup=warmup)
+        self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from saltflat import _capture
+from saltflat._ranks import world
+from saltflat._sharded import ShardedMemory
 from saltflat._term import TrajectoryTerm, can_fuse
+from saltflat.exchange import Exchange
 from saltflat.memory import OutputMemory
 
 
@@ -23,6 +28,14 @@ class SAF(TrajectoryTerm):
     and returns the weighted trajectory loss between them. A sample that has none exactly `lag`
     epochs old gives no loss. In eval mode it records nothing and returns 0.
 
+    Where torch.distributed is initialised, before SAF is built, the same lines do on W processes
+    what they would do on one with the batches of all. Each process keeps 1/W of the outputs and its
+    own part of `state_dict()`, and the loss is such that the mean of the processes' gradients, as
+    DistributedDataParallel takes it, is the gradient of the mean over all their rows. (The mean in
+    a cross-entropy is over a process's own: that sum is right for batches of one size.) Each
+    process must make as many calls in an epoch as the others, and none with a batch larger than the
+    largest of the first calls. torch.compile leaves the calls out of its graphs.
+
     Args:
         num_samples: The length of the training set.
         num_classes: The length of one row of logits.
@@ -34,12 +47,15 @@ class SAF(TrajectoryTerm):
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         storage: How outputs are stored: "float32", "float16" or "uint8".
         device: Where they are stored. None: with the logits; "cpu": in host memory.
-        path: A file to store them in, for more than fits in memory.
+        path: A file to store them in, for more than fits in memory; with several processes, each
+            adds its rank to the name.
         process_group: The processes that train together; the default group unless said.
+        exchange: Which samples a process may be sent. "any": any, as by a DistributedSampler; each
+            step exchanges outputs with the others. "own": only those that it keeps, as by
+            `StickySampler`; nothing is exchanged, and the loss is the mean over its own rows.
 
     Raises:
         ValueError: If an argument is out of its range.
-        RuntimeError: If several processes train together, which SAF cannot do yet.
 
     Example:
         >>> import torch
@@ -70,15 +86,29 @@ class SAF(TrajectoryTerm):
         device: torch.device | str | None = None,
         path: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
+        exchange: Literal["any", "own"] = "any",
     ) -> None:
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
         )
+        if exchange not in ("any", "own"):
+            raise ValueError(f'exchange must be "any" or "own", got {exchange!r}')
+        self.exchange = exchange
         self._process_group = process_group
-        self._require_one_process()
-        self.memory = OutputMemory(
-            num_samples, num_classes, lag=lag, storage=storage, device=device, path=path
-        )
+        self._world = world(process_group)
+        self._exchange = Exchange(num_samples, process_group) if self._world[1] > 1 else None
+        self._agreed = False
+        how: dict[str, Any] = {"lag": lag, "storage": storage, "device": device, "path": path}
+        if self._exchange is not None and path is not None:
+            how["path"] = f"{path}.{self._exchange.rank}"
+        self.memory: OutputMemory
+        if self._exchange is None:
+            self.memory = OutputMemory(num_samples, num_classes, **how)
+        elif exchange == "own":
+            self.memory = OutputMemory(num_samples, num_classes, block=self._exchange.block, **how)
+        else:
+            self.memory = ShardedMemory(self._exchange, num_classes, **how)
+        self.register_load_state_dict_pre_hook(_refuse_another_part)
         if start_epoch < lag:
             warnings.warn(
                 f"start_epoch={start_epoch}, but with lag={lag} references exist from epoch {lag}: "
@@ -99,7 +129,8 @@ class SAF(TrajectoryTerm):
 
         Raises:
             ValueError: If logits or index do not fit; nothing is recorded then.
-            RuntimeError: If `set_epoch` was never called.
+            RuntimeError: If `set_epoch` was never called; if processes have different settings; or
+                if one of them does not answer.
         """
         started = self._check(logits)
         if not self.training:
@@ -117,9 +148,21 @@ class SAF(TrajectoryTerm):
             )
         logits = logits.flatten(0, -2)
         index = index.flatten()
-        if can_fuse(logits):
+        if self._exchange is None:
+            return self._compared(logits, index, started)
+        together = self._compared_together
+        if torch.compiler.is_compiling():
+            together = torch.compiler.disable(together)
+        return together(self._exchange, logits, index, started)
+
+    def _compared(self, logits: Tensor, index: Tensor, started: bool) -> Tensor:
+        """The loss of rows of logits, which are recorded."""
+        # A source fetches references, which before the start are not worth a message.
+        if can_fuse(logits) and (started or not isinstance(self.memory, ShardedMemory)):
             source = self.memory.source(index, logits)
             loss, finite = self._fused_loss(logits, source, started=started)
+            if source.mode == "staged":
+                loss = self._mean(loss, source.valid, finite != 0)
             self.memory.sent(source, finite)
             return loss if started else loss.detach()
         location = self.memory.locate(index, logits.device)
@@ -128,8 +171,33 @@ class SAF(TrajectoryTerm):
             self.memory.write(location, logits, keep=finite)
             return self._no_loss(logits)
         reference, valid = self.memory.read(location, logits.device)
+        loss = self._mean(self._loss(logits, reference, valid & finite), valid, finite)
         self.memory.write(location, logits, keep=finite)
-        return self._loss(logits, reference, valid & finite)
+        return loss
+
+    def _compared_together(
+        self, exchange: Exchange, logits: Tensor, index: Tensor, started: bool
+    ) -> Tensor:
+        """Likewise, with several processes; the first call sees whether they are alike."""
+        if not (self._agreed or _capture.capturing()):
+            exchange.agree(len(index), self._settings(), logits.device)
+            self._agreed = True
+        return self._compared(logits, index, started)
+
+    def _mean(self, loss: Tensor, valid: Tensor, finite: Tensor) -> Tensor:
+        """From the mean over these rows to a part of that over all processes' rows."""
+        if self._exchange is None or self.exchange == "own":
+            return loss
+        return self._exchange.mean(loss, valid & finite)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same on all processes."""
+        names = ("weight", "temperature", "start_epoch", "tau_squared", "exchange", "epoch")
+        sizes = ("num_samples", "num_classes", "lag", "storage")
+        return {
+            **{name: getattr(self.memory, name) for name in sizes},
+            **{name: getattr(self, name) for name in names},
+        }
 
     def prefetch(self, index: Tensor, device: torch.device | str) -> None:
         """Begin to fetch a batch's references, before its forward pass.
@@ -146,15 +214,24 @@ class SAF(TrajectoryTerm):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; see `OutputMemory.set_epoch` for what it raises."""
-        self._require_one_process()
+        if world(self._process_group) != self._world:
+            raise RuntimeError(
+                f"SAF was built as (rank, processes) {self._world}, and now is "
+                f"{world(self._process_group)}: build it after init_process_group"
+            )
         self.memory.set_epoch(epoch)
         super().set_epoch(epoch)
+
+    def _begin(self, epoch: int | None) -> None:
+        super()._begin(epoch)
+        if self.exchange == "any":  # batches may be larger in this epoch
+            self._agreed = False
 
     @staticmethod
     def estimate_bytes(
         num_samples: int, num_classes: int, *, lag: int = 3, storage: str = "float16"
     ) -> int:
-        """Bytes that the outputs of a training set take, stamps included.
+        """Bytes that the outputs of a training set take on all processes, stamps included.
 
         Example:
             >>> SAF.estimate_bytes(50_000, 100, storage="float32") / 2**20  # CIFAR-100, in MiB
@@ -162,12 +239,7 @@ class SAF(TrajectoryTerm):
         """
         return OutputMemory.estimate_bytes(num_samples, num_classes, lag=lag, storage=storage)
 
-    def _require_one_process(self) -> None:
-        """Refuse to be silently wrong: a table per process would miss most references."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        if dist.get_world_size(self._process_group) > 1:
-            raise RuntimeError(
-                "SAF does not yet share its outputs between processes, and samples move between "
-                "them: train in one process, or use MESA, which needs no index"
-            )
+
+def _refuse_another_part(saf: SAF, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise before anything is loaded."""
+    saf.memory.refuse_another_block(state_dict, f"{prefix}memory.")

@@ -7,11 +7,13 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat import _capture
 from saltflat._average import Averaging
 from saltflat._folded import Folding
+from saltflat._ranks import take_first_ranks, world
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -48,12 +50,18 @@ class EMATeacher(nn.Module):
     through `.data`), inside CUDA graphs too if they are captured after `fold()`. It is no part of
     the state, and a copy of the teacher has none.
 
+    On several processes every teacher is rank 0's, to the bit. The ranks' parameters are the same,
+    but each has BatchNorm statistics of its own batches: DistributedDataParallel makes them rank
+    0's only when the next forward pass begins, and the update comes before. So an update sends
+    rank 0's buffers to the others, and the first one all that the teacher has.
+
     Args:
         model: The model to average; copied, without its DDP or torch.compile wrapper.
         decay: The paper's beta, reached at once without `warmup`.
         warmup: Let the decay grow as min(decay, (1 + t) / (10 + t)) over the updates t = 0, 1, ...
             Without it, the random initialisation still is a third of the teacher when the loss
             starts on CIFAR.
+        process_group: The processes that train together; the default group unless said.
 
     Raises:
         ValueError: If the decay is not within [0, 1].
@@ -69,13 +77,21 @@ class EMATeacher(nn.Module):
         tensor([[1.]])
     """
 
-    def __init__(self, model: nn.Module, *, decay: float = 0.9995, warmup: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decay: float = 0.9995,
+        warmup: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be within [0, 1], got {decay}")
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
+        self._process_group = process_group
         self.module = copy.deepcopy(_unwrapped(model)).requires_grad_(False)
         self.eval()
         tensors = {name: holder[key] for name, (holder, key) in _slots(self.module).items()}
@@ -131,17 +147,21 @@ class EMATeacher(nn.Module):
         Raises:
             ValueError: If the model's tensors are not those of the teacher, or not on its device.
         """
-        if self._plan is None or self._plan.model() is not model:
-            self._plan = _Plan(self, model)
-        averages, live = self._plan.averaged()
+        plan, first = self._plan, False
+        if plan is None or plan.model() is not model:
+            plan, first = _Plan(self, model), True
+            self._plan = plan
+        averages, live = plan.averaged()
         if averages:
             known = None
             if not _capture.capturing():
-                self._plan.prepare(averages, live)
+                plan.prepare(averages, live)
                 known = 1 - self.next_decay()
                 self.before_replay()
-            self._plan.average(averages, live, known)
-        self._plan.copy()
+            plan.average(averages, live, known)
+        plan.copy()
+        if world(self._process_group)[1] > 1:
+            take_first_ranks(plan.owned(buffers=not first), self._process_group)
         if self._folding is not None:
             self._folding.refresh()
 
@@ -215,6 +235,10 @@ class _Plan:
         precise = _slots(teacher.precise)
         if problem := _mismatch(ours, theirs) or _too_coarse(ours, precise):
             raise ValueError(f"the model is not the one this teacher was made from: {problem}")
+        self._owned = [*ours.values(), *precise.values()]
+        buffers = [name for name, _ in teacher.module.named_buffers() if name in ours]
+        self._buffers = [ours[name] for name in buffers]
+        self._buffers += [precise[_flat(name)] for name in buffers if _flat(name) in precise]
         self._averaged: list[tuple[_Slot, _Slot]] = []
         self._copied: list[tuple[_Slot, _Slot]] = []
         can_average = teacher.get_buffer("_can_average").tolist()
@@ -251,6 +275,10 @@ class _Plan:
 
     def _live(self) -> list[Tensor]:
         return [holder[key] for _, (holder, key) in self._averaged]
+
+    def owned(self, *, buffers: bool) -> list[Tensor]:
+        """The teacher's own tensors, or those of them that are buffers of the model."""
+        return [holder[key] for holder, key in (self._buffers if buffers else self._owned)]
 
     def copy(self) -> None:
         """Make the plain copies, after the average: one launch for all of the same kind."""
