@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from saltflat import MESA, SAF, OutputMemory, StickySampler, with_index
 from saltflat.codecs import CODECS
+from saltflat.train.plan import Plan
 
 STARTED = {"lag": 2, "start_epoch": 2}
 EPOCHS = 6
@@ -353,8 +354,8 @@ def own_samples_need_no_message(ranks):
         assert same(ranks.whole(saf)["stamps"], twin.memory.state_dict()["stamps"])
 
 
-def counted_collectives(calls):
-    """Counts what is called of torch.distributed."""
+def counted_collectives(calls, sent=None):
+    """Counts what is called of torch.distributed, and notes the bytes of what it fills."""
 
     class Counting:
         def __enter__(self):
@@ -369,6 +370,8 @@ def counted_collectives(calls):
         @staticmethod
         def count(name, function, *args, **kwargs):
             calls[name] += 1
+            if sent is not None:
+                sent.append((name, args[0].nbytes))
             return function(*args, **kwargs)
 
         def __exit__(self, *_):
@@ -392,6 +395,27 @@ def messages_of_a_step(ranks):
             if epoch >= 2:
                 wanted += Counter({"all_to_all_single": 1, "all_reduce": 1})
             assert calls == wanted
+
+
+def bytes_of_a_step(ranks):
+    """What `saltflat bench --plan` computes is what is sent."""
+    others = (ranks.size - 1) / ranks.size  # of what is gathered, the rest is one's own
+    for storage in CODECS:
+        saf, sent = small(SAMPLES, storage=storage)(), []
+        for epoch in (0, 1, 2):
+            saf.set_epoch(epoch)
+            for step in range(2):
+                sent.clear()
+                with counted_collectives(Counter(), sent):
+                    saf(outputs(4, epoch, step), torch.arange(4) + step)
+        names = [name for name, _ in sent]
+        assert names == ["all_gather_into_tensor", "all_to_all_single", "all_reduce",
+                         "all_gather_into_tensor"]  # fmt: skip
+        ask, fetch, count, give = (nbytes for _, nbytes in sent)
+        plan = Plan(samples=SAMPLES, classes=CLASSES, batch=4, processes=ranks.size)
+        received = {"ask": ask * others, "fetch": fetch * others, "count": count,
+                    "give": give * others}  # fmt: skip
+        assert plan.messages(storage) == received
 
 
 def another_ranks_sample(ranks):
@@ -572,6 +596,7 @@ SCENARIOS = {
         a_table_for_each_rank_is_wrong,
         own_samples_need_no_message,
         messages_of_a_step,
+        bytes_of_a_step,
         another_ranks_sample,
         disagreement_is_named,
         a_batch_larger_than_the_first,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from saltflat.sam._random import random_state, set_random_state
 from saltflat.train.checkpoint import save_checkpoint
-from saltflat.train.config import Config
+from saltflat.train.config import Config, require
 from saltflat.train.data import Data
 from saltflat.train.methods import Setting, Training, check_method
 from saltflat.train.models import build_model
@@ -95,6 +96,10 @@ def device_of(config: Config) -> torch.device:
 
 def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
     """Model, optimizer, schedule and method, all checked against each other."""
+    require(
+        int(os.environ.get("WORLD_SIZE", "1")) == 1,
+        "the runner trains in one process for now; for several, see docs/guides/distributed.md",
+    )
     method = check_method(config.method)
     device = device_of(config)
     model = build_model(
