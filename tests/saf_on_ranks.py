@@ -6,7 +6,9 @@ each rank has for itself, in a group of one, and that is given the batches of al
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 import signal
 import sys
@@ -29,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from saltflat import MESA, SAF, OutputMemory, StickySampler, with_index
+from saltflat import MESA, SAF, OutputMemory, StickySampler, _capture, with_index
 from saltflat.codecs import CODECS
 from saltflat.train.plan import Plan
 
@@ -566,7 +568,56 @@ def teachers_alone(ranks):
         for _ in range(3):
             mesa.update(model)
             bare.update(other)
-    assert calls == {"broadcast": 1}
+    assert calls == {"broadcast": 2}  # the count of updates, and the tensors
+
+
+def teachers_that_one_rank_touches(ranks):
+    """Rank 0 alone has loaded a teacher before training, and evaluates its own between steps."""
+    model = network()
+    mesa = MESA(model, start_epoch=0)
+    if ranks.rank == 0:
+        trained = MESA(network(seed=3), start_epoch=0, process_group=ranks.alone)
+        for _ in range(40):
+            trained.update(network(seed=3))
+        mesa.load_state_dict(trained.state_dict())
+    for step in range(4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * (step + 1)
+        mesa.update(model)
+        if ranks.rank == 0:
+            mesa.teacher.to("cpu")  # which changes nothing, and makes it look again
+        state = dict(mesa.teacher.state_dict())
+        assert all(same(other, state) for other in ranks.gathered(state))
+    assert mesa.teacher.updates == 44
+
+
+def copies_share_their_group(ranks):
+    group = dist.new_group(range(ranks.size))
+    saf, mesa = SAF(SAMPLES, CLASSES, process_group=group), MESA(network(), process_group=group)
+    for one in (saf, mesa):
+        copied = copy.deepcopy(one)
+        assert same(dict(copied.state_dict()), dict(one.state_dict()))
+        expect(TypeError, "a process group cannot be pickled", pickle.dumps, one)
+    copied.update(network())
+
+
+def what_was_sent_before_a_capture(ranks):
+    """A recording must not wait for it, nor write it again in every replay."""
+    saf = small(SAMPLES)()
+    saf.set_epoch(0)
+    saf(outputs(4, 0), torch.arange(4))
+    before = _capture.capturing
+    try:
+        _capture.capturing = lambda: True
+        expect(RuntimeError, "call saf.settle", saf, outputs(4, 1), torch.arange(4))
+        _capture.capturing = before
+        saf.settle()
+        _capture.capturing = lambda: True
+        saf(outputs(4, 1), torch.arange(4))
+    finally:
+        _capture.capturing = before
+    assert saf.memory._arriving is None
 
 
 def expect(kind, message, function, *args, **kwargs):
@@ -605,6 +656,9 @@ SCENARIOS = {
         a_compiled_loss,
         teachers_stay_the_same,
         teachers_alone,
+        teachers_that_one_rank_touches,
+        copies_share_their_group,
+        what_was_sent_before_a_capture,
     )
 }
 

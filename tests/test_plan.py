@@ -53,6 +53,24 @@ def test_from_enough_processes_on_saf_keeps_less_than_mesa(storage):
     assert Plan(processes=enough - 1).share_bytes(storage) > plan.teacher_bytes()
 
 
+def test_a_tiny_model_is_never_larger_than_the_outputs():
+    assert Plan(parameters=10).enough_processes("uint8") is None
+    assert table(Plan(parameters=10))[1][-1] == "never"
+
+
+def test_gradients_share_the_link_that_giving_would_hide_on():
+    plan = Plan(classes=1000, batch=128, processes=8, parameters=10**10)
+    give = 20e-6 + 7 * 128 * 1001 * 2 / 450e9
+    alone = Plan(classes=1000, batch=128, processes=8)
+    more = plan.seconds("float16", NVLINK) - alone.seconds("float16", NVLINK)
+    assert more == pytest.approx(give)
+
+
+def test_one_machine_has_no_network_to_pass():
+    assert table(Plan(processes=8))[1][5] == "one machine"
+    assert table(Plan(processes=16))[1][5].endswith("%")
+
+
 def test_the_advice_depends_on_the_numbers():
     assert advice(Plan()).startswith("SAF fits")
     large = plan_of({"samples": 14_200_000, "classes": 21_843, "processes": 64})
@@ -67,6 +85,9 @@ def test_the_advice_depends_on_the_numbers():
         ({"batch": 1.5}, "batch must be a whole number"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"step_ms": 0}, "step_ms must be positive"),
+        ({"step_ms": float("inf")}, "step_ms must be positive"),
+        ({"batch": float("inf")}, "batch must be a whole number"),
+        ({"parameters": 0}, "parameters must be at least 1"),
     ],
 )
 def test_bad_numbers_are_refused(numbers, message):

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Group:
+    """A process group, or none, that copies of its owner share."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.it = process_group
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.it is not None:
+            raise TypeError("a process group cannot be pickled: save the state_dict instead")
+        return Group, (None,)
 
 
 def world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -22,19 +39,20 @@ def world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | None) -> None:
-    """Make every rank's tensors those of rank 0, with one message for each dtype.
+    """Make every rank's tensors those of rank 0, with one message for each device and dtype.
 
     All but those of which each rank has another part, as after `fully_shard`.
     """
     from torch.distributed.tensor import DTensor  # half a second, and for several ranks alone
 
-    kinds: dict[torch.dtype, list[Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
-            kinds.setdefault(tensor.dtype, []).append(tensor)
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
         message = torch.cat([tensor.flatten() for tensor in alike])
-        dist.broadcast(message, group=process_group, group_src=0)
+        # As bytes, which every backend can send.
+        dist.broadcast(message.view(torch.uint8), group=process_group, group_src=0)
         parts = message.split([tensor.numel() for tensor in alike])
         torch._foreach_copy_(
             alike, [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]

@@ -29,7 +29,8 @@ class ShardedMemory(OutputMemory):
     def __init__(self, exchange: Exchange, num_classes: int, **kwargs: Any) -> None:
         super().__init__(exchange.num_samples, num_classes, block=exchange.block, **kwargs)
         self._exchange = exchange
-        self._arriving: tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]] | None = None
+        self._arriving: tuple[Tensor, Callable[[], tuple[Tensor, Tensor]], bool] | None = None
+        """Rows, what waits for their outputs, and whether they were sent by a recorded step."""
 
     @property
     def _taken(self) -> range:
@@ -44,7 +45,7 @@ class ShardedMemory(OutputMemory):
             )
         if not known:
             self._clock[3] += ((index < 0) | (index >= self.num_samples)).sum()
-        self._settle()
+        self.settle()
         asked, places = self._exchange.ask(index)
         local = self._local(asked)
         mine = (local >= 0) & (local < len(self._block))
@@ -58,11 +59,18 @@ class ShardedMemory(OutputMemory):
         return self._exchange.fetch(stored, valid, cast(Tensor, location.places))
 
     def _send(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
-        self._arriving = rows, self._exchange.give(stored, keep)
+        self._arriving = rows, self._exchange.give(stored, keep), _capture.capturing()
         if _capture.capturing():
-            self._settle()
+            self.settle()
 
-    def _settle(self) -> None:
-        if self._arriving is not None:
-            (rows, arrived), self._arriving = self._arriving, None
-            self._put(rows, *arrived())
+    def settle(self) -> None:
+        if self._arriving is None:
+            return
+        rows, arrived, recorded = self._arriving
+        if _capture.capturing() and not recorded:
+            raise RuntimeError(
+                "a step before this capture has sent outputs that have not arrived: call "
+                "saf.settle() before a CUDA graph is captured or replayed"
+            )
+        self._arriving = None
+        self._put(rows, *arrived())

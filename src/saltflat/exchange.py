@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saltflat._ranks import world
+from saltflat._ranks import Group, world
 
 
 def block(num_samples: int, world_size: int, rank: int) -> range:
@@ -55,7 +55,11 @@ class Exchange:
         self.block = block(num_samples, self.size, self.rank)
         self.batch = 0
         """Rows to which a batch is padded."""
-        self._group = process_group
+        self._shared = Group(process_group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._shared.it
 
     def agree(self, batch: int, settings: Mapping[str, object], device: torch.device) -> None:
         """Pad batches to the largest one from now on, and see that all ranks are alike.
@@ -70,6 +74,7 @@ class Exchange:
         """
         prints = [zlib.crc32(repr(value).encode()) for value in settings.values()]
         # Only a number that is the same everywhere is both its greatest and its least value.
+        batch = max(batch, self.batch)
         greatest = torch.tensor([batch, *prints, *(-x for x in prints)], device=device)
         with _in_time("agree on the settings"):
             dist.all_reduce(greatest, dist.ReduceOp.MAX, self._group)
@@ -85,7 +90,7 @@ class Exchange:
                 f"the ranks disagree on {', '.join(differing)}: SAF needs the same on each. "
                 f"This is rank {self.rank} of {self.size}"
             )
-        self.batch = max(self.batch, batch)
+        self.batch = batch
 
     def ask(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Tell all ranks which samples are in this one's batch.
@@ -194,8 +199,10 @@ def _in_time(task: str) -> Iterator[None]:
     """Say what was waited for, where a collective fails or its group's time-out runs out."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"SAF could not {task}: another rank has stopped, hangs, or makes fewer steps than "
-            f"this one. {error}"
+            f"SAF could not {task}: another rank has stopped, hangs, makes fewer steps than this "
+            f"one, or did not call set_epoch, or its SAF is in eval mode. {error}"
         ) from error

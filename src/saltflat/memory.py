@@ -154,7 +154,7 @@ class OutputMemory(Clocked):
         super().set_epoch(epoch)
 
     def _begin(self, epoch: int | None) -> None:
-        self._settle()
+        self.settle()
         super()._begin(epoch)
         self._begun = epoch is not None
         if epoch is not None:
@@ -285,7 +285,7 @@ class OutputMemory(Clocked):
         if self._crosses(device):
             stored, valid = self._staging().fetch(location.rows, device)
         else:
-            self._settle()
+            self.settle()
             found = gather(self._table, self._stamps, location.rows, self._clock[2], False)
             stored, valid = (part.to(device) for part in found)
         if location.in_range is not None:
@@ -317,7 +317,7 @@ class OutputMemory(Clocked):
         if self._crosses(stored.device):
             self._staging().send(rows, stored, keep)
         else:
-            self._settle()
+            self.settle()
             self._put(rows, stored.to(self._table.device), keep.to(self._table.device))
 
     def _put(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
@@ -338,13 +338,13 @@ class OutputMemory(Clocked):
     def _gather_pinned(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return gather(self._table, self._stamps, rows, self._clock[2], True)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Have in the table what was written."""
         if self._traffic is not None:
             self._traffic.settle()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self.settle()
         return {**self.__dict__, "_traffic": None}
 
     def _crosses(self, device: torch.device) -> bool:
@@ -370,7 +370,7 @@ class OutputMemory(Clocked):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._settle()
+        self.settle()
         for name, tensor in self._rings().items():
             destination[prefix + name] = tensor
         if len(self._block) < self.num_samples:
@@ -420,7 +420,7 @@ class OutputMemory(Clocked):
         if missing or wrong:
             return
         self.refuse_another_block(state_dict, prefix)
-        self._settle()  # before what is loaded, not after it
+        self.settle()  # before what is loaded, not after it
         if self._traffic is not None:
             self._traffic.drop()
         if self._table.is_meta:

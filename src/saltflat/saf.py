@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from saltflat import _capture
-from saltflat._ranks import world
+from saltflat._ranks import Group, world
 from saltflat._sharded import ShardedMemory
 from saltflat._term import TrajectoryTerm, can_fuse
 from saltflat.exchange import Exchange
@@ -94,7 +94,7 @@ class SAF(TrajectoryTerm):
         if exchange not in ("any", "own"):
             raise ValueError(f'exchange must be "any" or "own", got {exchange!r}')
         self.exchange = exchange
-        self._process_group = process_group
+        self._group = Group(process_group)
         self._world = world(process_group)
         self._exchange = Exchange(num_samples, process_group) if self._world[1] > 1 else None
         self._agreed = False
@@ -212,12 +212,20 @@ class SAF(TrajectoryTerm):
         if self._started and self.training:
             self.memory.prefetch(torch.as_tensor(index).flatten(), device)
 
+    def settle(self) -> None:
+        """Have in the memory what was written so far.
+
+        Needed in one place: with several processes, between steps that are taken one operation at
+        a time and the capture or replay of a CUDA graph, which cannot wait for what they sent.
+        """
+        self.memory.settle()
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins; see `OutputMemory.set_epoch` for what it raises."""
-        if world(self._process_group) != self._world:
+        if world(self._group.it) != self._world:
             raise RuntimeError(
                 f"SAF was built as (rank, processes) {self._world}, and now is "
-                f"{world(self._process_group)}: build it after init_process_group"
+                f"{world(self._group.it)}: build it after init_process_group"
             )
         self.memory.set_epoch(epoch)
         super().set_epoch(epoch)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saltflat import _capture
 from saltflat._average import Averaging
 from saltflat._folded import Folding
-from saltflat._ranks import take_first_ranks, world
+from saltflat._ranks import Group, take_first_ranks, world
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -91,7 +91,9 @@ class EMATeacher(nn.Module):
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
-        self._process_group = process_group
+        self._group = Group(process_group)
+        self._alike = False
+        """Whether the teachers of several processes have been made the same."""
         self.module = copy.deepcopy(_unwrapped(model)).requires_grad_(False)
         self.eval()
         tensors = {name: holder[key] for name, (holder, key) in _slots(self.module).items()}
@@ -147,10 +149,12 @@ class EMATeacher(nn.Module):
         Raises:
             ValueError: If the model's tensors are not those of the teacher, or not on its device.
         """
-        plan, first = self._plan, False
+        several = world(self._group.it)[1] > 1
+        if several and not self._alike:
+            self._count_as_first_rank()
+        plan = self._plan
         if plan is None or plan.model() is not model:
-            plan, first = _Plan(self, model), True
-            self._plan = plan
+            plan = self._plan = _Plan(self, model)
         averages, live = plan.averaged()
         if averages:
             known = None
@@ -160,10 +164,21 @@ class EMATeacher(nn.Module):
                 self.before_replay()
             plan.average(averages, live, known)
         plan.copy()
-        if world(self._process_group)[1] > 1:
-            take_first_ranks(plan.owned(buffers=not first), self._process_group)
+        if several:
+            take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
+            self._alike = True
         if self._folding is not None:
             self._folding.refresh()
+
+    def _count_as_first_rank(self) -> None:
+        """Take over rank 0's count of updates, and what of it is averaged."""
+        averaged = self.get_buffer("_can_average")
+        device = next(iter(self.module.parameters()), averaged).device
+        message = torch.cat([torch.tensor([self.updates]), averaged.long().cpu()]).to(device)
+        take_first_ranks([message], self._group.it)
+        self.updates = int(message[0])
+        averaged.copy_(message[1:] != 0)
+        self._plan = None
 
     def before_replay(self) -> None:
         """Count an update that a CUDA graph is about to repeat, and set its decay.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import ceil
+from math import ceil, inf, isfinite
 
 from saltflat.codecs import CODECS, codec_for
 from saltflat.saf import SAF
@@ -59,13 +59,17 @@ class Plan:
     """What a step takes without SAF, in milliseconds."""
     lag: int = 3
     parameters: int = 25_557_032
-    """Of the model, for MESA's teacher; ResNet-50's unless said."""
+    """Of the model; ResNet-50's unless said."""
+    buffers: int = 53_120
+    """Numbers in its BatchNorm statistics, which MESA sends."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "classes", "batch", "processes", "per_machine", "lag"):
+        sizes = ("samples", "classes", "batch", "processes", "per_machine", "lag", "parameters")
+        for name in sizes:
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {value}")
-        require(self.step_ms > 0, f"step_ms must be positive, got {self.step_ms}")
+        require(self.buffers >= 0, f"buffers must be 0 or more, got {self.buffers}")
+        require(0 < self.step_ms < inf, f"step_ms must be positive, got {self.step_ms}")
 
     def row_bytes(self, storage: str) -> int:
         """Of one stored row and its flag, as they are sent."""
@@ -83,15 +87,23 @@ class Plan:
             "give": rows,
         }
 
+    def connects(self, link: Link) -> bool:
+        """Whether a link is in use: machines are connected only where there are several."""
+        return not link.shared or self.processes > self.per_machine
+
     def seconds(self, storage: str, link: Link) -> float:
-        """How much longer a step takes: what does not fit beside the backward pass included."""
+        """How much longer a step takes, if all traffic passes this kind of link.
+
+        Giving is hidden by what the gradients' own all-reduce leaves of the backward pass.
+        """
         if self.processes == 1:
             return 0.0
         spent = {
             move: link.latency + sent * self._crowd(move, link) / link.bandwidth
             for move, sent in self.messages(storage).items()
         }
-        hidden = self.step_ms / 1e3 * _BACKWARD
+        gradients = 2 * 4 * self.parameters / link.bandwidth
+        hidden = max(0.0, self.step_ms / 1e3 * _BACKWARD - gradients)
         return spent["ask"] + spent["fetch"] + spent["count"] + max(0.0, spent["give"] - hidden)
 
     def _crowd(self, move: str, link: Link) -> float:
@@ -110,8 +122,11 @@ class Plan:
         """Bytes of MESA's teacher, on every process, in float32."""
         return 4 * self.parameters
 
-    def enough_processes(self, storage: str) -> int:
-        """From how many processes on SAF keeps no more than MESA on each of them."""
+    def enough_processes(self, storage: str) -> int | None:
+        """From how many processes on SAF keeps no more than MESA on each; None: never."""
+        one = SAF.estimate_bytes(1, self.classes, lag=self.lag, storage=storage)
+        if one > self.teacher_bytes():
+            return None
         few, many = 0, self.samples
         while many - few > 1:
             middle = (few + many) // 2
@@ -133,7 +148,7 @@ def plan_of(numbers: Mapping[str, float]) -> Plan:
     known = {field.name for field in fields(Plan)}
     for name, value in numbers.items():
         require(name in known, f"a plan has no {name!r}: {nearest(name, known)}")
-        whole = name == "step_ms" or value == int(value)
+        whole = name == "step_ms" or (isfinite(value) and value == int(value))
         require(whole, f"{name} must be a whole number, got {value}")
     return Plan(**{k: v if k == "step_ms" else int(v) for k, v in numbers.items()})  # type: ignore[arg-type]
 
@@ -148,24 +163,33 @@ def table(plan: Plan) -> list[list[str]]:
     lines = [header]
     for storage in CODECS:
         received = sum(plan.messages(storage).values())
+        enough = plan.enough_processes(storage)
         lines.append(
             [
                 storage,
                 _size(plan.share_bytes(storage)),
                 _size(received),
                 str(0 if plan.processes == 1 else 4),
-                *(f"{plan.seconds(storage, link) / plan.step_ms * 1e3:.2%}" for link in LINKS),
-                f"{plan.enough_processes(storage):,} processes",
+                *(
+                    f"{plan.seconds(storage, link) / plan.step_ms * 1e3:.2%}"
+                    if plan.connects(link)
+                    else "one machine"
+                    for link in LINKS
+                ),
+                "never" if enough is None else f"{enough:,} processes",
             ]
         )
-    lines.append(["MESA", _size(plan.teacher_bytes()), _size(0), "0", *[""] * len(LINKS), ""])
+    statistics = 4 * plan.buffers if plan.processes > 1 else 0
+    sends = "2" if statistics else "0"
+    lines.append(["MESA", _size(plan.teacher_bytes()), _size(statistics), sends, *[""] * 3])
     return lines
 
 
 def advice(plan: Plan) -> str:
     """What the table comes to, in a sentence."""
     most = plan.share_bytes("float16")
-    worst = plan.seconds("float16", LINKS[1]) / plan.step_ms * 1e3
+    used = [link for link in LINKS if plan.connects(link)]
+    worst = max(plan.seconds("float16", link) for link in used) / plan.step_ms * 1e3
     if most > 40 * 2**30 or worst > 0.2:
         return (
             f"SAF would keep {_size(most)} on each process and take up to {worst:.0%} of a step: "
