@@ -82,12 +82,6 @@ class Staging:
         self._ahead = None
         self._settle()
 
-    def drop(self) -> None:
-        """Forget what is on its way."""
-        self._wait()
-        self._pending.clear()
-        self._ahead = None
-
     def _wait(self) -> None:
         """Let the other thread finish: the table and the list of writes are for one at a time."""
         if self._ahead is not None:

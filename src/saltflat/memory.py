@@ -15,22 +15,18 @@ to half precision or wrapped for data-parallel training, and none of that may to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saltflat._clock import Clocked
 from saltflat._gather import gather
 from saltflat._mapped import mapped_table
+from saltflat._rings import NEVER, Rings
 from saltflat._sources import Ring, Staged
 from saltflat._staging import Staging
 from saltflat.codecs import codec_for
-
-_NEVER = torch.iinfo(torch.int32).min
-"""The stamp of a row that was not written: `lag` before no epoch."""
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -52,7 +48,7 @@ class Location(NamedTuple):
         return len(self.rows if self.places is None else self.places)
 
 
-class OutputMemory(Clocked):
+class OutputMemory(Rings):
     """The outputs of `num_samples` samples in the last `lag` epochs.
 
     Args:
@@ -115,7 +111,7 @@ class OutputMemory(Clocked):
             if path is None
             else mapped_table(Path(path), shape, self._codec.dtype)
         )
-        self._stamps = torch.full(shape[:1], _NEVER, dtype=torch.int32, device=place)
+        self._stamps = torch.full(shape[:1], NEVER, dtype=torch.int32, device=place)
 
         # The slot's first row, the epoch now, the epoch wanted, and indices out of range so far.
         self._clock = torch.zeros(
@@ -351,6 +347,10 @@ class OutputMemory(Clocked):
         """Whether rows travel between a GPU and a table in host memory."""
         return device.type == "cuda" and self._table.device.type == "cpu"
 
+    def _take_place(self, device: torch.device) -> None:
+        if self._table.is_meta:
+            self._place(device)
+
     @torch.inference_mode(False)
     def _place(self, device: torch.device) -> None:
         """Bring a table that follows the logits to where they are."""
@@ -358,7 +358,7 @@ class OutputMemory(Clocked):
             return
         if self._table.is_meta:
             self._table = torch.zeros_like(self._table, device=device)
-            self._stamps = torch.full_like(self._stamps, _NEVER, device=device)
+            self._stamps = torch.full_like(self._stamps, NEVER, device=device)
         for name in ("_table", "_stamps", "_clock"):
             setattr(self, name, getattr(self, name).to(device))
 
@@ -367,79 +367,6 @@ class OutputMemory(Clocked):
             f"num_samples={self.num_samples}, num_classes={self.num_classes}, lag={self.lag}, "
             f"storage={self.storage!r}, {self.nbytes:,} bytes on {self._table.device}"
         )
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.settle()
-        for name, tensor in self._rings().items():
-            destination[prefix + name] = tensor
-        if len(self._block) < self.num_samples:
-            destination[prefix + "block"] = torch.tensor(self._part(), device="cpu")
-
-    def _part(self) -> list[int]:
-        return [self._block.start, self._block.stop, self.num_samples]
-
-    def refuse_another_block(self, state_dict: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise RuntimeError if a state has the outputs of other samples than those kept here."""
-        if prefix + "table" not in state_dict:
-            return
-        kept = len(self._block)  # as many as are loaded, or their shape would be another
-        block = state_dict.get(prefix + "block")
-        loaded = [0, kept, kept] if block is None else block.tolist()
-        if loaded != self._part():
-            first, stop, samples = loaded
-            raise RuntimeError(
-                f"the loaded samples are {first}..{stop - 1} of {samples}, those kept here "
-                f"{self._block.start}..{self._block.stop - 1} of {self.num_samples}: load what the "
-                "same rank of as many ranks has saved. Nothing was loaded"
-            )
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Copy both rings and the epoch, or nothing."""
-        rings = {prefix + name: ring for name, ring in self._rings().items()}
-        epoch = prefix + "_extra_state"
-        missing = [name for name in (*rings, epoch) if name not in state_dict]
-        wrong = [
-            f"{name} is {state_dict[name].dtype} of shape {tuple(state_dict[name].shape)}, but "
-            f"(lag, num_samples, ...) here is {ring.dtype} of shape {tuple(ring.shape)}"
-            for name, ring in rings.items()
-            if name not in missing
-            and (state_dict[name].shape, state_dict[name].dtype) != (ring.shape, ring.dtype)
-        ]
-        missing_keys += missing
-        error_msgs += wrong
-        if missing or wrong:
-            return
-        self.refuse_another_block(state_dict, prefix)
-        self.settle()  # before what is loaded, not after it
-        if self._traffic is not None:
-            self._traffic.drop()
-        if self._table.is_meta:
-            self._place(state_dict[prefix + "table"].device)
-        for name, ring in self._rings().items():
-            ring.copy_(state_dict[prefix + name])
-        self.set_extra_state(state_dict[epoch])
-
-    def _rings(self) -> dict[str, Tensor]:
-        """The state: all but the last row, seen as (lag, num_samples, ...)."""
-        shape, width = (self.lag, len(self._block)), self._table.shape[1]
-        if self._table.is_meta:  # nothing was written: one element, seen as if it were all
-            table = torch.zeros((), dtype=self._table.dtype, device="cpu")
-            stamps = torch.full((), _NEVER, dtype=torch.int32, device="cpu")
-            return {"table": table.expand(*shape, width), "stamps": stamps.expand(shape)}
-        return {
-            "table": self._table[:-1].view(*shape, width),
-            "stamps": self._stamps[:-1].view(shape),
-        }
 
 
 def _check_sizes(**sizes: int) -> None:
