@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saltflat._average import aligned, blocks, has_triton
+from saltflat._launch import aligned, blocks, has_triton
 from saltflat._traced import Pair, Site
 
 _BLOCK = 2048

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltflat._average import has_triton
 from saltflat._clock import Clocked
+from saltflat._launch import has_triton
 from saltflat._sources import Given, Ring, Staged
 from saltflat.trajectory import trajectory_loss
 

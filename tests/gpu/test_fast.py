@@ -38,7 +38,7 @@ def config(images: str, method: str, **changes) -> Config:
     return dataclasses.replace(base, **changes)
 
 
-def compared(folder, other, rel):
+def check_same(folder, other, rel):
     for row, expected in zip(read_metrics(folder), read_metrics(other), strict=True):
         for name in ("loss", "extra_loss", "lr"):
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=1e-4), name
@@ -49,14 +49,14 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
     fit(config(images, method), tmp_path / "recorded")
     assert "one operation at a time" not in capfd.readouterr().err
     fit(config(images, method, fast=False), tmp_path / "plain")
-    compared(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
+    check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
 
 
 def test_in_half_precision_channels_last_and_compiled(images, tmp_path):
     one = config(images, "saf", precision="bf16", channels_last=True, compile=True)
     fit(one, tmp_path / "recorded")
     fit(dataclasses.replace(one, fast=False), tmp_path / "plain")
-    compared(tmp_path / "recorded", tmp_path / "plain", rel=0.05)
+    check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.05)
 
 
 def test_a_model_that_waits_for_the_gpu_is_run_plainly(images, tmp_path, monkeypatch, capfd):
@@ -71,7 +71,7 @@ def test_a_model_that_waits_for_the_gpu_is_run_plainly(images, tmp_path, monkeyp
     fit(config(images, "saf"), tmp_path / "tried")
     assert "steps are taken one operation at a time: " in capfd.readouterr().err
     fit(config(images, "saf", fast=False), tmp_path / "plain")
-    compared(tmp_path / "tried", tmp_path / "plain", rel=0.02)
+    check_same(tmp_path / "tried", tmp_path / "plain", rel=0.02)
 
 
 def test_seeds_side_by_side_learn_what_they_learn_alone(images, tmp_path):
@@ -79,4 +79,4 @@ def test_seeds_side_by_side_learn_what_they_learn_alone(images, tmp_path):
     fit_together(runs, 3, lambda *_: None)
     for one, folder in runs:
         fit(one, tmp_path / "alone" / folder.name)
-        compared(folder, tmp_path / "alone" / folder.name, rel=0.02)
+        check_same(folder, tmp_path / "alone" / folder.name, rel=0.02)
