@@ -41,8 +41,6 @@ class Folding:
         dtype = _autocast_dtype(x.device)
         if self._twin is not None and self._twin.in_place():
             if self._twin.dtype == dtype:
-                if self._stale or self._twin.versions != self._twin.versions_now():
-                    self._refresh(self._twin)
                 return self._for(x)
             if self._twin.captured:
                 return None  # a CUDA graph will go on to use its memory
@@ -50,7 +48,7 @@ class Folding:
             return None  # what is made now would belong to the graph
         with torch.inference_mode(False):  # or nothing outside of that could change the twin
             self._twin = _Twin(self._program, dtype)
-        self._refresh(self._twin)
+        self._stale = True
         return self._for(x)
 
     @property
@@ -58,34 +56,25 @@ class Folding:
         """Bytes of the twin's own tensors; 0 before there is one."""
         return 0 if self._twin is None else self._twin.nbytes
 
-    def refresh(self) -> None:
-        """Follow the module, once its tensors have changed."""
-        # Where there is none, or none that fits, the next forward pass makes one.
-        if self._twin is not None and self._twin.in_place():
-            self._refresh(self._twin)
-
     def outdate(self) -> None:
-        """Say that the tensors may have changed."""
+        """Say that the tensors may have changed: the next pass folds them again."""
         self._stale = True
 
-    def before_replay(self) -> None:
-        """Say that a CUDA graph is about to change the tensors, maybe without refreshing."""
-        if self._twin is None or not self._twin.refreshed_in_graph:
-            self._stale = True
-
-    def _refresh(self, twin: _Twin) -> None:
-        twin.refresh()
-        if capturing():  # nothing has happened yet
-            twin.captured = twin.refreshed_in_graph = True
-        else:
-            self._stale = False
-            twin.versions = twin.versions_now()
-
     def _for(self, x: Tensor) -> _Twin | None:
-        if self._twin is None or x.device != self._twin.device:
+        """The twin, up to date where the current stream is."""
+        twin = self._twin
+        if twin is None or x.device != twin.device:
             return None
-        self._twin.captured |= capturing()
-        return self._twin
+        if capturing():
+            twin.captured = True
+            twin.refresh()  # in every replay: each may follow a change
+        elif self._stale or twin.versions != twin.versions_now():
+            twin.refresh()
+            twin.versions = twin.versions_now()
+            self._stale = False
+        else:
+            twin.wait()
+        return twin
 
 
 class _Twin:
@@ -98,7 +87,7 @@ class _Twin:
 
     def __init__(self, program: Program, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self.captured = self.refreshed_in_graph = False
+        self.captured = False
         self.versions: list[int] = []
         self._program = program
         folded = {site.pair: Folded(site.pair, dtype) for site in program.sites}
@@ -110,6 +99,7 @@ class _Twin:
         self._slots = [slot for folded in self._folded for slot in folded.slots()]
         self._places = self._places_now()
         self._refreshing = Refreshing(self._folded) if in_one_kernel(self._folded) else None
+        self._refreshed = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def __call__(self, x: Tensor) -> Any:
         return self._program(self._convolutions, x)
@@ -121,6 +111,13 @@ class _Twin:
         else:
             for folded in self._folded:
                 folded.refresh()
+        if self._refreshed is not None and not capturing():
+            self._refreshed.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        """Let the current stream wait for the last refresh, which may have been on another."""
+        if self._refreshed is not None:
+            self._refreshed.wait(torch.cuda.current_stream(self.device))
 
     @property
     def nbytes(self) -> int:

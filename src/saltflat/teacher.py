@@ -167,8 +167,7 @@ class EMATeacher(nn.Module):
         if several:
             take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
             self._alike = True
-        if self._folding is not None:
-            self._folding.refresh()
+        self._outdate()
 
     def _count_as_first_rank(self) -> None:
         """Take over rank 0's count of updates, and what of it is averaged."""
@@ -190,8 +189,7 @@ class EMATeacher(nn.Module):
             raise RuntimeError("update the teacher once before its update is captured or replayed")
         self._plan.weight.fill_(1 - self.next_decay())
         self.updates += 1
-        if self._folding is not None:
-            self._folding.before_replay()
+        self._outdate()
 
     def next_decay(self) -> float:
         """The decay of the next update."""
