@@ -99,11 +99,17 @@ class Refreshing:
 
 
 class Convolution:
-    """A folded convolution, what it adds, and the ReLU that follows, in one kernel if possible."""
+    """A folded convolution, what it adds, and the ReLU that follows, in one kernel if possible.
 
-    def __init__(self, folded: Folded, site: Site) -> None:
+    Args:
+        folded: Its tensors.
+        site: Where it is.
+        biased: Whether it adds its bias itself.
+    """
+
+    def __init__(self, folded: Folded, site: Site, *, biased: bool) -> None:
         conv = site.pair.conv
-        self._weight, self._bias = folded.weight, folded.bias
+        self._weight, self._bias = folded.weight, folded.bias if biased else None
         self._relu = site.relu
         self._how: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
         self._fused = site.relu and _cudnn_takes(folded.weight, conv)

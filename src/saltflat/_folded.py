@@ -92,9 +92,19 @@ class _Twin:
         self._program = program
         folded = {site.pair: Folded(site.pair, dtype) for site in program.sites}
         self._folded = list(folded.values())
+        added = {site.summand for site in program.sites}
         self._convolutions: list[Callable[..., Tensor]] = [
-            Convolution(folded[site.pair], site) for site in program.sites
+            Convolution(folded[site.pair], site, biased=i not in added)
+            for i, site in enumerate(program.sites)
         ]
+        # What is added has its bias added where the sum is, because that costs nothing there.
+        sums = [
+            (site, program.sites[site.summand])
+            for site in program.sites
+            if site.summand is not None
+        ]
+        self._biases = [folded[site.pair].bias for site, _ in sums]
+        self._added_biases = [folded[other.pair].bias for _, other in sums]
         self.device = self._folded[0].weight.device
         self._slots = [slot for folded in self._folded for slot in folded.slots()]
         self._places = self._places_now()
@@ -111,6 +121,8 @@ class _Twin:
         else:
             for folded in self._folded:
                 folded.refresh()
+        if self._biases:
+            torch._foreach_add_(self._biases, self._added_biases)
         if self._refreshed is not None and not capturing():
             self._refreshed.record(torch.cuda.current_stream(self.device))
 

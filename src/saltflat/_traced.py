@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,8 @@ class Site:
 
     pair: Pair
     relu: bool
+    summand: int | None = None
+    """The site whose outputs are added here and used nowhere else: its bias can be added too."""
 
 
 class Program:
@@ -177,7 +180,21 @@ def _folded_graph(module: nn.Module) -> tuple[fx.Graph, list[Site]]:
     if not sites:
         raise ValueError("it has no BatchNorm2d that follows a Conv2d and nothing else does")
     graph.lint()
-    return graph, sites
+    return graph, _with_summands(graph, sites)
+
+
+def _with_summands(graph: fx.Graph, sites: list[Site]) -> list[Site]:
+    """Find the sites that add another's outputs, of pairs that are each called in one place."""
+    calls = Counter(site.pair for site in sites)
+    found = list(sites)
+    for node in graph.nodes:
+        if node.target is call and len(node.args) == 4:
+            (_, number, _, other) = node.args
+            if other.target is call and len(other.users) == 1 and not sites[other.args[1]].relu:
+                added = other.args[1]
+                if calls[sites[number].pair] == calls[sites[added].pair] == 1:
+                    found[number] = replace(sites[number], summand=added)
+    return found
 
 
 def _replace(

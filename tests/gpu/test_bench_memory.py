@@ -13,5 +13,6 @@ def test_peak_memory_is_the_methods_own():
     base, twin, mesa = bench(configs, rounds=1, steps=2)
     weights = 4 * 11_173_962
     assert base.peak_bytes > 3 * weights  # and their gradients and momentum
-    assert abs(twin.peak_bytes - base.peak_bytes) < 2**20  # whichever was built first
+    # Whichever was built first; cuDNN chooses by time, and workspaces are not all of one size.
+    assert abs(twin.peak_bytes - base.peak_bytes) < 0.05 * base.peak_bytes
     assert mesa.peak_bytes - base.peak_bytes > 0.99 * mesa.extra_bytes

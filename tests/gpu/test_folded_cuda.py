@@ -57,6 +57,7 @@ def test_the_kernel_folds_as_torch_does(layout, dtype):
     teacher.fold()
     outputs(teacher, images(layout=layout), dtype)
     twin = teacher._folding._twin
+    twin._refreshing()
     made = [(f.weight.clone(), f.bias.clone()) for f in twin._folded]
     for folded, (weight, bias) in zip(twin._folded, made, strict=True):
         folded.refresh()

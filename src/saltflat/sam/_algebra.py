@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,10 +20,22 @@ def norm(tensors: list[Tensor]) -> Tensor:
 def inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """The inner product of two lists, in at least float32."""
     dtype = _dtype(left)
-    products = torch._foreach_mul([a.to(dtype) for a in left], [b.to(dtype) for b in right])
-    # One long vector and one sum: two launches, where a sum for each would be hundreds.
-    flat = torch.cat([product.flatten().to(products[0].device) for product in products])
-    return flat.sum()
+    places: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(left):
+        places.setdefault(tensor.device, []).append(i)
+    sums = []
+    for device, numbers in places.items():
+        # One long vector and one sum: a few launches, where a sum for each would be hundreds.
+        ends = list(accumulate(left[i].numel() for i in numbers))
+        whole = torch.empty(ends[-1], dtype=dtype, device=device)
+        parts = [
+            part.as_strided(left[i].shape, _dense_stride(left[i]))
+            for i, part in zip(numbers, whole.tensor_split(ends[:-1]), strict=True)
+        ]
+        torch._foreach_copy_(parts, [left[i] for i in numbers])
+        torch._foreach_mul_(parts, [right[i].to(dtype) for i in numbers])
+        sums.append(whole.sum())
+    return _gathered(sums).sum()
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -44,6 +57,11 @@ def add_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient; 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides, or those it would have without gaps and overlaps."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _gathered(scalars: list[Tensor]) -> Tensor:

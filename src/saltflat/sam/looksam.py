@@ -64,23 +64,24 @@ class LookSAM(SAM):
             return
         parameters, plain = [list(part) for part in zip(*both, strict=True)]
         adversarial = [p.grad for p in parameters if p.grad is not None]
-        orthogonal = copies(adversarial)
-        share = ratio(inner(adversarial, plain), norm(plain) ** 2)
-        add_(orthogonal, plain, -share)
-        length, whole = norm(orthogonal), norm(adversarial)
-        # What is no longer than rounding is no direction.
-        usable = length.isfinite() & (length > 100 * torch.finfo(length.dtype).eps * whole)
-        if scaled:  # after an overflow: infinities times zero would be NaN
-            orthogonal = [torch.where(usable.to(v.device), v, 0.0) for v in orthogonal]
-        length = torch.where(usable, length, 0.0)
+        plain_norm = norm(plain)
+        share = ratio(inner(adversarial, plain), plain_norm**2)
         same = [id(p) for p in self._kept] == [id(p) for p in parameters]
-        if self._kept_norm is not None and same:
-            # In place, where a captured step looks for it.
-            torch._foreach_copy_(list(self._kept.values()), orthogonal)
-            self._kept_norm.copy_(length)
-        else:
-            self._kept = dict(zip(parameters, orthogonal, strict=True))
-            self._kept_norm = length
+        if self._kept_norm is None or not same:
+            self._kept = dict(zip(parameters, copies(adversarial), strict=True))
+            self._kept_norm = torch.empty_like(share)
+        else:  # in place, where a captured step looks for it
+            torch._foreach_copy_(list(self._kept.values()), adversarial)
+        orthogonal = list(self._kept.values())
+        add_(orthogonal, plain, -share)
+        length = norm(orthogonal)
+        # What is no longer than rounding is no direction.
+        least = 100 * torch.finfo(length.dtype).eps * torch.hypot(length, share * plain_norm)
+        usable = length.isfinite() & (length > least)
+        if scaled:  # after an overflow: infinities times zero would be NaN
+            for kept in orthogonal:
+                kept.masked_fill_(~usable.to(kept.device), 0.0)
+        self._kept_norm.copy_(torch.where(usable, length, 0.0))
 
     def _reuse(self) -> None:
         """Add alpha |g| / |g_v| g_v to the gradient."""

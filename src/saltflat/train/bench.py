@@ -7,8 +7,10 @@ compared with the first one's in the same round.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data
-from saltflat.train.fast import build_steps, own_stream
+from saltflat.train.fast import build_steps, own_stream, tuned
 from saltflat.train.files import markdown, to_json, write_text
 from saltflat.train.provenance import without_folders
 from saltflat.train.state import State, build, device_of
@@ -136,6 +138,7 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     device = device_of(config)
     on_gpu = device.type == "cuda"
     if on_gpu:
+        gc.collect()  # or what is freed later would seem to be this one's saving
         _first_product(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     loader = TrainLoader(data, config.data, config.seed)
@@ -147,7 +150,9 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     # Neither a compiled model nor a recorded step would call the hooks.
     eager = plain_steps(dataclasses.replace(config, compile=False), state, loader)
     with stream:
-        forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
+        # What cuDNN chooses for a shape, it keeps: let it choose as it will in recorded steps.
+        with nullcontext() if state.plain_because else tuned():
+            forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
         going = _endless(state, build_steps(config, state, data, loader, device))
         next(going)  # in which cuDNN tries what it may not use later
 

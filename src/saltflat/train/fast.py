@@ -52,6 +52,17 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
+@contextmanager
+def tuned() -> Iterator[None]:
+    """Let cuDNN choose by trying what it has not chosen yet: every step has the same shapes."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 class _Recorded:
     """`Steps` that are replayed."""
 
@@ -88,7 +99,7 @@ class _Recorded:
         kind = training.kind()
         if self._records and kind not in self._graphs and self._taken[kind] >= _WARM_UP:
             try:
-                with _tuned():
+                with tuned():
                     self._graphs[kind] = record(self._whole, self._pool)
             except RuntimeError as error:
                 self._records = False
@@ -97,7 +108,7 @@ class _Recorded:
             training.before_replay()
             self._graphs[kind]()
         else:
-            with _tuned():
+            with tuned():
                 self._whole()
             self._taken[kind] += 1
 
@@ -124,17 +135,6 @@ def record(body: Callable[[], None], pool: Any) -> Replay:
     with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), "thread_local"):
         body()
     return graph.replay
-
-
-@contextmanager
-def _tuned() -> Iterator[None]:
-    """Let cuDNN choose by trying: every step has the same shapes."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _say(reason: str) -> None:
