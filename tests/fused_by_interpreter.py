@@ -123,7 +123,7 @@ def mesas_loss_is_pytorchs() -> None:
     def run():
         torch.manual_seed(2)
         model = torch.nn.Linear(4, 6)
-        term = MESA(model, start_epoch=0, share=0.5)
+        term = MESA(model, start_epoch=0, interval=2)
         term.set_epoch(0)
         model.weight.data += 0.5
         x = torch.randn(8, 4)

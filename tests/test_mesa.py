@@ -148,20 +148,41 @@ def moved_model():
     return model, mesa, torch.randn(10, 3)
 
 
-def test_a_share_of_the_batch_is_its_first_rows():
+def test_one_step_of_an_interval_has_the_whole_pull():
     model, mesa, x = moved_model()
-    expected = mesa(model(x[:3]), x[:3])
-    mesa.share = 0.25  # of ten rows: three
+    expected = mesa(model(x), x)
     passes = []
-    mesa.teacher.register_forward_hook(lambda module, inputs, out: passes.append(len(out)))
-    torch.testing.assert_close(mesa(model(x), x), expected)
-    assert passes == [3]
+    mesa.teacher.register_forward_hook(lambda *_: passes.append(1))
+    mesa.interval = 3
+    seen = []
+    for _ in range(6):
+        for _ in range(2):  # the parts of a step
+            mesa.prefetch(x)
+            seen.append(mesa(model(x), x))
+        mesa.teacher.updates += 1  # and the teacher stays where it is
+    assert len(passes) == 4
+    for step, losses in enumerate(zip(seen[::2], seen[1::2], strict=True)):
+        for loss in losses:
+            torch.testing.assert_close(loss, (3 if step % 3 == 0 else 0) * expected)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.5, -1.0])
-def test_a_share_is_a_part(share):
-    with pytest.raises(ValueError, match=r"share must be within \(0, 1\], got"):
-        MESA(nn.Linear(2, 2), share=share)
+def test_an_interval_goes_on_where_it_was():
+    model, mesa, x = moved_model()
+    mesa.interval = 2
+    mesa.update(model)
+    again = MESA(model, start_epoch=1, interval=2)
+    again.load_state_dict(mesa.state_dict())
+    again.set_epoch(1)
+    assert not mesa.pulls and not again.pulls
+    mesa.update(model), again.update(model)
+    assert mesa.pulls and again.pulls
+    assert mesa(model(x), x) == again(model(x), x) > 0
+
+
+@pytest.mark.parametrize("interval", [0, -1, True])
+def test_an_interval_is_a_number_of_steps(interval):
+    with pytest.raises(ValueError, match="interval must be a whole number of at least 1, got"):
+        MESA(nn.Linear(2, 2), interval=interval)
 
 
 def test_a_pass_started_early_is_taken_once_and_for_its_own_inputs():
@@ -209,24 +230,6 @@ def test_what_was_started_early_is_not_used_when_something_changed_since():
     doubled = {name: t * 2 if t.is_floating_point() else t for name, t in state.items()}
     mesa.load_state_dict(doubled)
     assert torch.equal(mesa(model(x), x), mesa(model(x), x.clone()))
-
-
-def test_a_share_cuts_what_is_as_long_as_the_batch():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 4)
-
-        def forward(self, x, *, mask, scale):
-            assert len(x) == len(mask)
-            return self.linear(x * mask[:, None]) * scale
-
-    model = Scaled()
-    mesa = MESA(model, start_epoch=0, share=0.5)
-    mesa.set_epoch(0)
-    x, mask, scale = torch.randn(10, 3), torch.ones(10), torch.arange(4.0)
-    logits = model(x, mask=mask, scale=scale)
-    assert mesa(logits, x, mask=mask, scale=scale) == 0
 
 
 def test_a_copy_of_mesa_has_nothing_under_way():

@@ -52,6 +52,16 @@ class TrajectoryTerm(Clocked):
         """Whether the loss is added in this epoch."""
         return bool(self._started)
 
+    @property
+    def pulls(self) -> bool:
+        """Whether the step to come has the loss."""
+        return self.started
+
+    @property
+    def _factor(self) -> float:
+        """What the trajectory loss of a step is multiplied by."""
+        return self.weight
+
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
         self._started = None if epoch is None else epoch >= self.start_epoch
@@ -96,7 +106,7 @@ class TrajectoryTerm(Clocked):
             logits,
             source,
             self._nonfinite,
-            weight=self.weight,
+            weight=self._factor,
             temperature=self.temperature,
             tau_squared=self.tau_squared,
             started=started,
@@ -110,7 +120,7 @@ class TrajectoryTerm(Clocked):
             tau_squared=self.tau_squared,
             valid=valid,
         )
-        return self.weight * loss
+        return self._factor * loss
 
     def _no_loss(self, logits: Tensor) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 import warnings
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -35,9 +35,9 @@ class MESA(TrajectoryTerm):
         start_epoch: The first epoch, counted from 0, in which the loss is added.
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         warmup: Whether the decay starts small, so that the random initialisation does not linger.
-        share: The part of a batch, its first rows, that the teacher sees and the loss is the mean
-            of. Less is faster and, of shuffled batches, in expectation the same. Of the inputs,
-            tensors as long as the batch are cut.
+        interval: Of so many steps, one has the loss, so many times as heavy, and the others have
+            none: less work for the teacher, and the same loss on average. A step ends with
+            `update`.
         process_group: The processes that train together, whose teachers are kept the same; the
             default group unless said.
 
@@ -68,15 +68,15 @@ class MESA(TrajectoryTerm):
         start_epoch: int = 5,
         tau_squared: bool = True,
         warmup: bool = True,
-        share: float = 1.0,
+        interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
         )
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be within (0, 1], got {share}")
-        self.share = share
+        if isinstance(interval, bool) or operator.index(interval) < 1:
+            raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
+        self.interval = interval
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -90,22 +90,20 @@ class MESA(TrajectoryTerm):
             **kwargs: Likewise.
 
         Returns:
-            A scalar to add to the loss; before `start_epoch` the constant 0.
+            A scalar to add to the loss; in steps without it the constant 0.
 
         Raises:
             ValueError: If the teacher's outputs are not of the logits' shape.
             RuntimeError: If `set_epoch` was never called.
         """
-        if not self._check(logits) or not self.training:
+        if not self._check(logits) or not self.pulls or not self.training:
             return self._no_loss(logits)
-        batch = len(logits)
-        logits = logits[: self._rows(batch)]
         if self._ahead is not None and self._ahead.fits(inputs, kwargs):
             reference = self._ahead.taken()
             self._ahead = None
         else:
             self._drop()
-            reference = self._reference(batch, inputs, kwargs)
+            reference = self.teacher(*inputs, **kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
@@ -126,7 +124,7 @@ class MESA(TrajectoryTerm):
         """
         self._drop()
         tensors = [x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
-        if not (self._started and self.training and tensors):
+        if not (self.pulls and self.training and tensors):
             return
         device, side = tensors[0].device, None
         if device.type == "cuda" and not torch.compiler.is_compiling():
@@ -135,23 +133,17 @@ class MESA(TrajectoryTerm):
             side = self._sides[device]
             side.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if side is None else torch.cuda.stream(side):
-            reference = self._reference(len(tensors[0]), inputs, kwargs)
+            reference = self.teacher(*inputs, **kwargs)
         self._ahead = _Ahead(inputs, kwargs, _versions(inputs, kwargs), reference, side)
 
-    def _rows(self, batch: int) -> int:
-        return math.ceil(self.share * batch - 1e-9)  # 0.55 * 100 is 55, and a bit
+    @property
+    def pulls(self) -> bool:
+        """Whether the step to come has the loss."""
+        return self.started and (self.interval == 1 or self.teacher.updates % self.interval == 0)
 
-    def _reference(self, batch: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The teacher's outputs of its share of the batch."""
-        rows = self._rows(batch)
-
-        def part(x: Any) -> Any:
-            return x[:rows] if isinstance(x, Tensor) and x.dim() and len(x) == batch else x
-
-        if rows < batch:
-            inputs = tuple(part(x) for x in inputs)
-            kwargs = {name: part(x) for name, x in kwargs.items()}
-        return self.teacher(*inputs, **kwargs)
+    @property
+    def _factor(self) -> float:
+        return self.weight * self.interval
 
     def _drop(self) -> None:
         """Forget what was started early, when it has ended."""

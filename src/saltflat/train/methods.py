@@ -57,9 +57,9 @@ class Training:
             self.teacher.update(model)
 
     def kind(self) -> tuple[bool, bool]:
-        """Whether the term has started and the step climbs: what Python does depends on these."""
-        started = self.term is not None and self.term.started
-        return started, isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
+        """Whether the step has the term and climbs: what Python does depends on these."""
+        pulls = self.term is not None and self.term.pulls
+        return pulls, isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
 
     def before_replay(self) -> None:
         """Count a step that a recording is about to repeat."""

@@ -1,9 +1,9 @@
-"""Whether MESA is as good when its teacher sees only part of each batch.
+"""Whether MESA is as good when only one step of several has its loss.
 
-The same run with every share and seed, some of them at once on a GPU.
+The same run with every interval and seed, some of them at once on a GPU.
 
-    python benchmarks/mesa_share.py --data cifar100.npz --model cifar_resnet18 --epochs 30
-    python benchmarks/mesa_share.py --data digits --model small_cnn --label-noise 0.2 --seeds 10
+    python benchmarks/mesa_interval.py --data cifar100.npz --model cifar_resnet18 --epochs 30
+    python benchmarks/mesa_interval.py --data digits --model small_cnn --label-noise 0.2 --seeds 10
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from saltflat.train.statistics import interval, paired
 from saltflat.train.together import fit_together
 
 CUDA = torch.cuda.is_available()
-SHARES = {"base": None, "mesa": 1.0, "mesa, share 0.5": 0.5, "mesa, share 0.25": 0.25}
+INTERVALS = {"base": None, "mesa": 1, "mesa, interval 2": 2, "mesa, interval 4": 4}
 
 
-def work(args: argparse.Namespace, share: float | None, seed: int) -> Config:
-    method = MethodConfig("base") if share is None else MethodConfig("mesa", {"share": share})
+def work(args: argparse.Namespace, every: int | None, seed: int) -> Config:
+    method = MethodConfig("base") if every is None else MethodConfig("mesa", {"interval": every})
     return Config(
         data=DataConfig(
             args.data,
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         with tempfile.TemporaryDirectory() as folder:
             fit_together(
-                [(work(args, SHARES[name], s), Path(folder, str(s))) for s in range(args.seeds)],
+                [(work(args, INTERVALS[name], s), Path(folder, str(s))) for s in range(args.seeds)],
                 3 if CUDA else 1,
                 keep,
             )
@@ -70,8 +70,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             "method": name,
             "accuracy, last epoch": str(interval(figures)),
             "teacher": "" if name == "base" else str(interval(teachers[name])),
-            "difference to the whole batch": (
-                str(paired(figures, full)) if full and "share" in name else ""
+            "difference to every step": (
+                str(paired(figures, full)) if full and "interval" in name else ""
             ),
             "seeds": " ".join(f"{figure:.2f}" for figure in figures),
         }
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", default=list(SHARES))
+    parser.add_argument("--methods", nargs="+", default=list(INTERVALS))
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     rows = measure(args)
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     heading = f"{data}, {args.model}, {args.epochs} epochs{noise}, n = {args.seeds} seeds, 95 %:"
     noisy = "_noisy" if args.label_noise else ""
     record.write(
-        f"mesa_share_{data}{noisy}", "MESA on part of the batch", {heading: rows}, args.out
+        f"mesa_interval_{data}{noisy}", "MESA in one step of several", {heading: rows}, args.out
     )
