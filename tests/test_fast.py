@@ -92,6 +92,19 @@ def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, mo
     same_figures(tmp_path / "recorded", tmp_path / "plain", rel=1e-3)
 
 
+def test_steps_with_mesas_loss_and_steps_without_are_recorded_apart(
+    recorded, tmp_path, monkeypatch
+):
+    settings = {"start_epoch": 1, "interval": 3}
+    mesa = dataclasses.replace(config("mesa"), method=MethodConfig("mesa", settings))
+    fit(mesa, tmp_path / "recorded")
+    assert (recorded["recorded"], recorded["replayed"]) == (2, 24)
+    monkeypatch.undo()
+    fit(mesa, tmp_path / "plain")
+    same_figures(tmp_path / "recorded", tmp_path / "plain")
+    assert read_metrics(tmp_path / "plain")[-1]["extra_loss"] > 0
+
+
 @pytest.mark.parametrize("method", ["looksam", "saf", "mesa", "ema"])
 def test_a_long_recorded_run_stays_a_plain_one(method, recorded, tmp_path, monkeypatch):
     fit(config(method, epochs=9), tmp_path / "recorded")
