@@ -5,6 +5,7 @@ python benchmarks/speed.py loop     # the README's loop, one operation at a time
 python benchmarks/speed.py models   # every model of the paper's two accuracy tables
 python benchmarks/speed.py seeds    # one to three seeds of a run side by side
 python benchmarks/speed.py stores   # ImageNet's outputs on the GPU, in host memory, in a file
+python benchmarks/speed.py profile  # the kernels that a method adds to a step
 python benchmarks/speed.py merge --machine h200 --date 2026-11-15  # these as one result
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +27,13 @@ import record
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, TensorDataset
 
 from saltflat import SAF, with_index
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
-from saltflat.train.bench import Row, bench, timed_rounds
+from saltflat.train.bench import Row, bench, ready, timed_rounds
+from saltflat.train.data import load_data
 from saltflat.train.models import build_model
 from saltflat.train.together import TURN, Turns
 
@@ -94,16 +98,69 @@ def lines(rows: list[Row]) -> Table:
     ]
 
 
+def recorded(names: list[str]) -> dict[str, Config]:
+    """The work that methods are compared on."""
+    one = work("cifar_resnet18", compiled=True, samples=50_000 if CUDA else 512)
+    one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
+    return {name: dataclasses.replace(one, method=METHODS[name]) for name in names}
+
+
+RECORDED = "cifar_resnet18, 32 px, batch 128, bf16, channels_last, compiled, a step one CUDA graph"
+
+
 def methods(rounds: int, steps: int, names: list[str]) -> dict[str, Table]:
     """Every method on the same work."""
-    samples = 50_000 if CUDA else 512
-    one = work("cifar_resnet18", compiled=True, samples=samples)
-    one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
-    configs = {name: dataclasses.replace(one, method=METHODS[name]) for name in names}
-    rows = bench(configs, rounds=rounds, steps=steps)
+    rows = bench(recorded(names), rounds=rounds, steps=steps)
     RAW.update({row.method: row.seconds for row in rows})
-    how = "bf16, channels_last, compiled, every step one CUDA graph"
-    return {f"cifar_resnet18, 32 px, batch 128, {how}, n = {rounds} x {steps} steps:": lines(rows)}
+    return {f"{RECORDED}, n = {rounds} x {steps} steps:": lines(rows)}
+
+
+def profile(steps: int, names: list[str]) -> dict[str, Table]:
+    """What the profiler sees of the same work: all kernels, and those that the base has not."""
+    configs = recorded(names)
+    data = load_data(configs[names[0]].data)
+    seen: dict[str, dict[str, tuple[float, float]]] = {}
+    table = []
+    for name, config in configs.items():
+        one = ready(config, data, steps)
+        one.run()
+        begin = time.perf_counter()
+        one.run()
+        spent = 1e6 * (time.perf_counter() - begin) / steps
+        with torch.profiler.profile(
+            activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]
+        ) as found:
+            one.run()
+        kernels = {
+            e.key: (e.device_time_total / steps, e.count / steps) for e in found.key_averages()
+        }
+        seen[name] = RAW[name] = kernels
+        base = seen[names[0]]
+        more = {
+            k: (t - base.get(k, (0, 0))[0], c - base.get(k, (0, 0))[1])
+            for k, (t, c) in kernels.items()
+        }
+        added = sorted(((t, c, k) for k, (t, c) in more.items() if c > 0), reverse=True)
+        whole = [sum(part) for part in zip(*kernels.values(), strict=True)]
+        table.append(
+            {
+                "method": name,
+                "a step": f"{spent:,.0f} us",
+                "its kernels": f"{whole[0]:,.0f} us in {whole[1]:.0f}",
+                "more than the base": "; ".join(
+                    f"{t:.1f} us, {c:.2g} x {_short(k)}" for t, c, k in added[:8]
+                ),
+            }
+        )
+        del one
+    return {f"{RECORDED}, n = {steps} steps:": table}
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name, without its types but with what a functor in them is called."""
+    functor = re.search(r"(\w+Functor)", kernel)
+    name = re.sub(r"<.*", "", kernel).split("::")[-1].removeprefix("void ")
+    return f"`{name[:40]}{' ' + functor[1] if functor else ''}`"
 
 
 def models(rounds: int, steps: int, names: list[str]) -> dict[str, Table]:
@@ -173,8 +230,7 @@ def loop(rounds: int, steps: int) -> dict[str, Table]:
 
 def seeds(rounds: int, turns: int) -> dict[str, Table]:
     """One to three seeds of a run, taking turns."""
-    one = work("cifar_resnet18", compiled=True, samples=50_000 if CUDA else 1024)
-    one = dataclasses.replace(one, data=dataclasses.replace(one.data, augment="basic"))
+    one = recorded(["base"])["base"]
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             Turns(dataclasses.replace(one, seed=seed), Path(folder, str(seed)), lambda *_: False)
@@ -311,7 +367,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["methods", "loop", "models", "seeds", "stores", "merge"])
+    parser.add_argument(
+        "part", choices=["methods", "profile", "loop", "models", "seeds", "stores", "merge"]
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
@@ -323,6 +381,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Table]]] = {
         "methods": lambda: methods(args.rounds, args.steps, args.methods),
+        "profile": lambda: profile(args.steps, args.methods),
         "loop": lambda: loop(args.rounds, args.steps),
         "models": lambda: models(args.rounds, args.steps, args.models),
         "seeds": lambda: seeds(args.rounds, args.steps),

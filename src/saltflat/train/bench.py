@@ -78,7 +78,7 @@ def bench(
     require(rounds >= 1, f"rounds must be at least 1, got {rounds}")
     require(steps >= 1, f"steps must be at least 1, got {steps}")
     load = cache(load_data)  # the methods' data are the same, as a rule
-    built = {name: _build(config, load(config.data), steps) for name, config in configs.items()}
+    built = {name: ready(config, load(config.data), steps) for name, config in configs.items()}
     seconds = timed_rounds({name: one.run for name, one in built.items()}, rounds, clock)
     speeds = {
         name: steps * config.data.batch_size / np.array(seconds[name])
@@ -118,7 +118,7 @@ def timed_rounds(
 
 
 @dataclass(frozen=True)
-class _Built:
+class Ready:
     """A method that is ready to be timed, and what is known of it before."""
 
     run: Callable[[], None]
@@ -129,7 +129,7 @@ class _Built:
     backward_passes: float
 
 
-def _build(config: Config, data: Data, steps: int) -> _Built:
+def ready(config: Config, data: Data, steps: int) -> Ready:
     """Build a method, count its passes, and let it take its first steps.
 
     Methods that were built before stay where they are, so what is added to the GPU's memory is
@@ -166,7 +166,7 @@ def _build(config: Config, data: Data, steps: int) -> _Built:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     run()
-    return _Built(
+    return Ready(
         run=run,
         peak_bytes=torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
         extra_bytes=state.training.extra_bytes(),
