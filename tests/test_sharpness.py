@@ -250,7 +250,7 @@ def snapshot(model):
         "norm": (norm.track_running_stats, norm.momentum),
         "random": torch.get_rng_state(),
         "grad mode": torch.is_grad_enabled(),
-        "convolutions": torch.backends.cudnn.conv.fp32_precision,
+        "rounds": torch.backends.cudnn.allow_tf32,
     }
 
 
@@ -328,6 +328,25 @@ def test_also_after_an_error_in_any_pass(measure, policy, call):
     with pytest.raises(KeyError):
         measure(model, loss_fn, parts(x, y, 8, 16), batchnorm=policy)
     assert_same(snapshot(model), before)
+
+
+def test_cudnn_computes_in_float32_meanwhile():
+    model, (x, y) = network(), dataset().tensors
+    before, seen = torch.backends.cudnn.allow_tf32, []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    for measure in MEASURES.values():
+        measure(model, cross_entropy, [(x, y)])
+    assert set(seen) == {False}
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_cudnn_also_where_the_caller_has_the_newer_setting(monkeypatch):
+    model, (x, y) = network(), dataset().tensors
+    conv, seen = torch.backends.cudnn.conv, []
+    monkeypatch.setattr(conv, "fp32_precision", "none")
+    model.register_forward_hook(lambda *_: seen.append(conv.fp32_precision))
+    sam_sharpness(model, cross_entropy, [(x, y)])
+    assert seen == ["ieee", "ieee"] and conv.fp32_precision == "none"
 
 
 class Counting(nn.Module):
@@ -447,5 +466,5 @@ def test_bad_input(measure, settings, message):
 
 
 def test_every_public_name_is_documented():
-    for name in sharpness.__all__:
+    for name in set(sharpness.__all__) - {"Policy"}:  # a list of words
         assert getattr(sharpness, name).__doc__

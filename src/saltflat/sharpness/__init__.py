@@ -7,12 +7,14 @@ from saltflat.sharpness.adaptive import adaptive_sharpness, average_sharpness
 # its second derivatives there
 from saltflat.sharpness.hessian import top_eigenvalues, hessian_trace, spectral_density
 
-# what they give
+# what they give, and what BatchNorm does meanwhile
 from saltflat.sharpness.result import Eigenvalues, Measured, Sharpness, Spectrum, Trace
+from saltflat.sharpness._objective import Policy
 
 __all__ = [
     "Eigenvalues",
     "Measured",
+    "Policy",
     "Sharpness",
     "Spectrum",
     "Trace",

@@ -25,8 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saltflat._batchnorm import running_layers
 from saltflat._perturb import displaced
+from saltflat.sharpness._unchanged import exact_float32, kept
 
-BatchNorm = Literal["eval", "recalibrated", "batch"]
+Policy = Literal["eval", "recalibrated", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,15 +40,15 @@ class Objective:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Loss, batches: Batches, batchnorm: BatchNorm
+        self, model: nn.Module, loss_fn: Loss, batches: Batches, batchnorm: Policy
     ) -> None:
         if isinstance(batches, Iterator):
             raise ValueError(
                 f"batches are gone through again and again, got a {type(batches).__name__}: pass "
                 "a list"
             )
-        if batchnorm not in get_args(BatchNorm):
-            known = ", ".join(get_args(BatchNorm))
+        if batchnorm not in get_args(Policy):
+            known = ", ".join(get_args(Policy))
             raise ValueError(f"unknown batchnorm {batchnorm!r}: it is one of {known}")
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
@@ -201,7 +202,7 @@ class Objective:
 
 @contextmanager
 def objective(
-    model: nn.Module, loss_fn: Loss, batches: Batches, batchnorm: BatchNorm
+    model: nn.Module, loss_fn: Loss, batches: Batches, batchnorm: Policy
 ) -> Iterator[Objective]:
     """While entered, the model is as the policy has it; then as it was, also after an error.
 
@@ -211,52 +212,14 @@ def objective(
     """
     made = Objective(model, loss_fn, batches, batchnorm)
     with ExitStack() as stack:
-        stack.enter_context(_kept(model))
+        stack.enter_context(kept(model))
         stack.enter_context(torch.random.fork_rng(made.gpus))
-        stack.enter_context(_float32_convolutions())
+        stack.enter_context(exact_float32())
         model.eval()
         if batchnorm == "batch":
             for layer in running_layers(model):
                 layer.training = True  # itself, not what is inside
         yield made
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Modes and buffers come back, whatever happens to them."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for holder, name, buffer, copy in buffers:
-                buffer.copy_(copy)
-                holder[name] = buffer
-
-
-@contextmanager
-def _float32_convolutions() -> Iterator[None]:
-    """Unless told otherwise cuDNN rounds float32 to 10 bits, too coarse for second derivatives."""
-    cudnn: Any = torch.backends.cudnn
-    place, name, exact = (
-        (cudnn.conv, "fp32_precision", "ieee")
-        if hasattr(cudnn, "conv")
-        else (cudnn, "allow_tf32", False)
-    )
-    before = getattr(place, name)
-    setattr(place, name, exact)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> float:

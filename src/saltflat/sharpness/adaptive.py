@@ -15,8 +15,8 @@ from torch import nn
 from saltflat.sharpness._interval import mean_interval
 from saltflat.sharpness._objective import (
     Batches,
-    BatchNorm,
     Loss,
+    Policy,
     check_at_least,
     check_rho,
     objective,
@@ -32,7 +32,7 @@ def adaptive_sharpness(
     *,
     rho: float = 0.5,
     steps: int = 20,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Sharpness:
     r"""The worst case: the greatest rise that is found by climbing.
 
@@ -78,7 +78,7 @@ def average_sharpness(
     rho: float = 0.1,
     draws: int = 20,
     seed: int = 0,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Sharpness:
     r"""The average case: the mean rise when every weight is off by rho of itself, at random.
 

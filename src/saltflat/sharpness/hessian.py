@@ -12,9 +12,9 @@ from saltflat.sharpness._interval import mean_interval, quantile
 from saltflat.sharpness._lanczos import Array, hutchpp, quadrature, top_pairs
 from saltflat.sharpness._objective import (
     Batches,
-    BatchNorm,
     Loss,
     Objective,
+    Policy,
     check_at_least,
     objective,
 )
@@ -30,7 +30,7 @@ def top_eigenvalues(
     tolerance: float = 1e-3,
     iterations: int = 100,
     seed: int = 0,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Eigenvalues:
     """The largest eigenvalues of the Hessian, by Lanczos' iteration.
 
@@ -80,9 +80,9 @@ def hessian_trace(
     loss_fn: Loss,
     batches: Batches,
     *,
-    hvps: int = 60,
+    hvps: int = 30,
     seed: int = 0,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Trace:
     """The trace of the Hessian, by Hutch++.
 
@@ -124,7 +124,7 @@ def spectral_density(
     points: int = 256,
     width: float | None = None,
     seed: int = 0,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Spectrum:
     r"""How the Hessian's eigenvalues are distributed, by stochastic Lanczos quadrature.
 

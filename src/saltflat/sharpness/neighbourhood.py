@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from saltflat.sharpness._interval import mean_interval
 from saltflat.sharpness._objective import (
     Batches,
-    BatchNorm,
     Loss,
     Objective,
+    Policy,
     check_at_least,
     check_rho,
     objective,
@@ -28,7 +28,7 @@ def sam_sharpness(
     batches: Batches,
     *,
     rho: float = 0.05,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> float:
     r"""SAM's sharpness: the rise of the loss a step of length rho up the gradient.
 
@@ -67,7 +67,7 @@ def one_step(
     batches: Batches,
     *,
     rho: float = 0.05,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Sharpness:
     """`sam_sharpness`, and what it was measured with."""
     check_rho(rho)
@@ -83,7 +83,7 @@ def max_sharpness(
     *,
     rho: float = 0.05,
     steps: int = 20,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Sharpness:
     r"""The greatest rise that is found by climbing within rho of the weights.
 
@@ -123,7 +123,7 @@ def m_sharpness(
     *,
     rho: float = 0.05,
     m: int = 128,
-    batchnorm: BatchNorm = "eval",
+    batchnorm: Policy = "eval",
 ) -> Sharpness:
     r"""The mean of SAM's sharpness over groups of m rows, each with a climb of its own.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saltflat.sharpness._interval import Interval
-from saltflat.sharpness._objective import BatchNorm
+from saltflat.sharpness._objective import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """How something was measured."""
 
-    batchnorm: BatchNorm
+    batchnorm: Policy
     images: int
     """Rows of all the batches."""
     forward: float

@@ -54,5 +54,6 @@ def read_config(run: Path) -> Config:
 def _instead(run: Path) -> str:
     if not run.is_dir():
         return "there is no such folder"
-    inside = sorted(str(path.parent) for path in run.glob(f"*/*/{CONFIG}"))  # as compare's has
+    found = [path.parent for depth in ("*", "*/*") for path in run.glob(f"{depth}/{CONFIG}")]
+    inside = sorted(str(path) for path in found)  # as in compare's folder
     return f"name those inside, as {inside[0]}" if inside else f"there is no {CONFIG}"

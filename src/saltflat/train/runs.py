@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.checkpoint import list_checkpoints, load_checkpoint
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data
 from saltflat.train.evaluate import training_batches
@@ -49,18 +49,14 @@ def open_run(folder: Path | str, *, device: str | None = None) -> Opened:
         CheckpointError: If the checkpoint is damaged.
     """
     run = Path(folder)
-    config = read_config(run)
+    config = check_run(run)
     where = device_of(config) if device is None else torch.device(device)
     require(
         where.type != "cuda" or torch.cuda.is_available(),
         f"{run} was trained on {where}, and there is no GPU here: say device cpu",
     )
     checkpoint = load_checkpoint(run)
-    if checkpoint is None:
-        raise ValueError(
-            f"{run} has no checkpoint yet: train it for an epoch at least, with "
-            f"saltflat train --resume {run}"
-        )
+    assert checkpoint is not None  # or it would not have passed
     weights, state = checkpoint
     data = load_data(config.data)
     check_data(run, state, data)
@@ -81,6 +77,21 @@ def open_run(folder: Path | str, *, device: str | None = None) -> Opened:
         teacher=loaded(average) if average else None,
         epochs=state["progress"]["epoch"],
     )
+
+
+def check_run(run: Path) -> Config:
+    """The config of a run that can be opened, by a look at its folder alone.
+
+    Raises:
+        ValueError: If there is no run, or it has no checkpoint yet.
+    """
+    config = read_config(run)
+    require(
+        bool(list_checkpoints(run)),
+        f"{run} has no checkpoint yet: train it for an epoch at least, with "
+        f"saltflat train --resume {run}",
+    )
+    return config
 
 
 def _teacher_weights(training: dict[str, Any]) -> dict[str, Tensor]:
