@@ -340,13 +340,17 @@ def test_cudnn_computes_in_float32_meanwhile():
     assert torch.backends.cudnn.allow_tf32 == before
 
 
-def test_cudnn_also_where_the_caller_has_the_newer_setting(monkeypatch):
+def test_cudnn_also_where_the_caller_has_the_newer_setting():
     model, (x, y) = network(), dataset().tensors
     conv, seen = torch.backends.cudnn.conv, []
-    monkeypatch.setattr(conv, "fp32_precision", "none")
+    before = conv.fp32_precision
     model.register_forward_hook(lambda *_: seen.append(conv.fp32_precision))
-    sam_sharpness(model, cross_entropy, [(x, y)])
-    assert seen == ["ieee", "ieee"] and conv.fp32_precision == "none"
+    try:
+        conv.fp32_precision = "none"
+        sam_sharpness(model, cross_entropy, [(x, y)])
+        assert seen == ["ieee", "ieee"] and conv.fp32_precision == "none"
+    finally:
+        conv.fp32_precision = before
 
 
 class Counting(nn.Module):

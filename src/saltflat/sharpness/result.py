@@ -20,7 +20,7 @@ class Measured:
     backward: float
     """Backward passes over them."""
     hvps: int
-    """Products of the Hessian with a vector, each about the price of two backward passes."""
+    """Products of the Hessian with a vector; several may share a forward and a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
