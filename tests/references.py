@@ -230,3 +230,36 @@ def sam_family_step(
     else:
         raise ValueError(name)
     sgd.step(final, lr)
+
+
+def climbing_losses(
+    weights: Weights, x: Array, y: NDArray[np.int64], rho: float, steps: int, scaled: bool
+) -> list[float]:
+    """The mean losses at the weights and after each step of length rho uphill, each followed by
+    a way back into the ball of radius rho; lengths are of offset / |weight| where scaled."""
+    scales = {k: np.abs(w) if scaled else np.ones_like(w) for k, w in weights.items()}
+    place = {k: np.zeros_like(w) for k, w in weights.items()}
+    losses = []
+    for step in range(steps + 1):
+        moved = {k: w + scales[k] * place[k] for k, w in weights.items()}
+        rows, g = linear_gradient(moved, x, y)
+        losses.append(float(rows.mean()))
+        if step < steps:
+            place = plus(place, ascent({k: scales[k] * v for k, v in g.items()}, rho))
+            if length(place) > rho:
+                place = {k: v * rho / length(place) for k, v in place.items()}
+    return losses
+
+
+def linear_hessian(weights: Weights, x: Array) -> Array:
+    """The second derivatives of the mean cross-entropy by the matrix, class after class, and the
+    bias: for each row of x, (x, 1) (x, 1)^T times diag(p) - p p^T."""
+    features, classes = weights["matrix"].shape
+    total = np.zeros((classes * (features + 1),) * 2)
+    for row in x:
+        p = softmax(row @ weights["matrix"] + weights["bias"])
+        spread = np.diag(p) - np.outer(p, p)
+        one = np.kron(spread, np.outer(row, row))
+        mixed = np.kron(spread, row[:, None])
+        total += np.block([[one, mixed], [mixed.T, spread]]) / len(x)
+    return total

@@ -85,6 +85,48 @@ def test_bench_writes_nothing_unless_told(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sharpness_prints_what_it_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    early = ["--method.settings.start_epoch=1"]
+    main(["train", *SMALL, "--out=runs/base"])
+    main(["train", *SMALL, "--method.name=mesa", *early, "--out=runs/mesa"])
+    capsys.readouterr()
+    (tmp_path / "few.yaml").write_text("measures: [sam, m]\nsettings: {m: {m: 16}}\nimages: 100\n")
+    options = [
+        "--config=few.yaml",
+        "--rho=0.1",
+        "--batchnorm=batch",
+        "--seed=3",
+        "--out=new/s.json",
+    ]
+    main(["sharpness", "runs/base", "runs/mesa", *options])
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "new" / "s.json").read_text())
+    assert record["command"].startswith("saltflat sharpness runs/base runs/mesa")
+    assert record["measures"] == {"sam": {"rho": 0.1}, "m": {"rho": 0.1, "m": 16}}
+    assert [(row["run"], row["method"], row["epochs"]) for row in record["rows"]] == [
+        ("runs/base", "base", 2),
+        ("runs/mesa", "mesa", 2),
+    ]
+    for row in record["rows"]:
+        sam, m = row["results"]["sam"], row["results"]["m"]
+        assert sam["batchnorm"] == m["batchnorm"] == "batch" and sam["images"] == 100
+        low, high = m["interval"]
+        assert f"{sam['value']:.4g}" in said and f"{m['value']:.4g} [{low:.4g}, {high:.4g}]" in said
+    assert "up to 100 training images of each run, seed 3; BatchNorm: batch; float32" in said
+    assert "sam: rho 0.1; m: rho 0.1, m 16" in said
+    main(["sharpness", "runs/mesa", "--measures=[sam]", "--images=100", "--teacher=true"])
+    assert "the moving average of the weights" in capsys.readouterr().out
+    for arguments, message in {
+        ("runs/base", "--teacher=true"): "keeps no moving average of its weights",
+        ("runs",): "name those inside, as runs/base",
+        ("runs/base", "--images=0"): "images must be at least 1, got 0",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(["sharpness", *arguments])
+        assert message in capsys.readouterr().err
+
+
 def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
     main(["methods"])
     said = capsys.readouterr().out
@@ -100,7 +142,9 @@ def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "bench", "methods", "models", "recipes"])
+@pytest.mark.parametrize(
+    "command", ["train", "compare", "sharpness", "bench", "methods", "models", "recipes"]
+)
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -132,6 +176,25 @@ def test_help_shows_an_example(command, capsys):
         (["bench", "--rounds=0"], "rounds must be at least 1, got 0"),
         (["bench", "--steps=0"], "steps must be at least 1, got 0"),
         (["bench", "--data.name=synthetic:x"], "not of the form synthetic:SIDE:CLASSES[:SAMPLES]"),
+        (["train", "--track-sharpness=-1"], "track_sharpness must be 0 or more, got -1"),
+        (["train", "--track-sharpnes=1"], "did you mean '--track_sharpness'?"),
+        (["sharpness"], "there is no run to measure: name folders that saltflat train has written"),
+        (["sharpness", "nowhere"], "nowhere holds no run: there is no such folder"),
+        (["sharpness", "nowhere", "--rho=-0.1"], "rho must be 0 or more, got -0.1"),
+        (["sharpness", "nowhere", "--batchnorm=train"], "batchnorm"),
+        (["sharpness", "nowhere", "--measures=[sma]"], "unknown measure 'sma': did you mean 'sam'"),
+        (["sharpness", "nowhere", "--measures=[]"], "there is no measure to take. Known: sam, max"),
+        (["sharpness", "nowhere", "--settings={max: {steps: 2}}"], "settings for max, not among"),
+        (
+            ["sharpness", "nowhere", "--settings={sam: {roh: 2}}"],
+            "sam has no setting 'roh'",
+        ),
+        (
+            ["sharpness", "nowhere", "--settings={sam: {rho: x}}"],
+            "sam's rho must be a float",
+        ),
+        (["sharpness", "nowhere", "--image=3"], "unknown option --image: did you mean '--images'?"),
+        (["sharpness", "nowhere", "--out=."], ". is a folder: name a file, as ./sharpness.json"),
         (["tarin"], "train"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import saltflat
+from saltflat.train.measure import MEASURES, chosen
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -63,6 +64,27 @@ def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
     assert dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", card, re.MULTILINE)) == defaults
     for section in ("Use", "Settings", "Cost", "Where it does not help", "Reference"):
         assert f"\n## {section}\n" in card
+
+
+def test_the_guide_to_sharpness_says_what_measures_take_and_cost():
+    text = (ROOT / "docs" / "guides" / "sharpness.md").read_text()
+    x, y = dataset().tensors
+    rows, names = [(x.repeat(6, 1), y.repeat(6))], {"model": network(), "x": x, "y": y}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    lines = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert [line[0] for line in lines] == list(MEASURES)
+    for name, function, settings, cost in lines:
+        assert function == MEASURES[name].__name__.replace("one_step", "sam_sharpness")
+        said = dict(re.findall(r"`(\w+)=([^`]*)`", settings))
+        assert said == {key: str(value) for key, value in chosen([name])[name].items()}
+        found = MEASURES[name](network(), cross_entropy, rows)
+        if "products" in cost:
+            most = int(re.search(r"(\d+) products", cost)[1])
+            assert found.hvps == most or ("at most" in cost and 1 < found.hvps <= most)
+        elif name == "m":
+            assert (found.forward, found.backward) == (2 * 128 / 144, 128 / 144)
+        else:
+            assert f"{found.forward:.0f} + {found.backward:.0f}" == cost
 
 
 def test_the_demo_prints_accuracies():

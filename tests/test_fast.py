@@ -83,6 +83,15 @@ def test_recorded_steps_are_plain_steps(method, recorded, tmp_path, monkeypatch)
     assert run.teacher_accuracy == pytest.approx(plain.teacher_accuracy)
 
 
+@pytest.mark.parametrize("method", ["base", "mesa"])
+def test_tracking_the_sharpness_leaves_recorded_steps_as_they_are(method, recorded, tmp_path):
+    fit(config(method), tmp_path / "plain")
+    fit(config(method, track_sharpness=1), tmp_path / "tracked")
+    assert all(row["sharpness"] > 0 for row in read_metrics(tmp_path / "tracked"))
+    ours, theirs = (load_checkpoint(tmp_path / name)[0] for name in ("tracked", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, monkeypatch):
     optimizer = OptimizerConfig(name="adamw", lr=0.002, accumulate=2, clip_norm=0.5)
     fit(config("saf", optimizer=optimizer), tmp_path / "recorded")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from saltflat.sharpness import sam_sharpness
 from saltflat.train import (
     Config,
     DataConfig,
@@ -27,9 +28,10 @@ from saltflat.train import (
 from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.data import load_data
-from saltflat.train.log import read_metrics
+from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.methods import METHODS
 from saltflat.train.models import build_model
+from saltflat.train.runs import open_run
 
 SMALL = Config(
     data=DataConfig(train_size=160, batch_size=32, augment="basic", label_noise=0.1),
@@ -68,6 +70,32 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(name, stop, tmp_path):
     resumed = fit(config, tmp_path / "stopped")
     assert_same(tmp_path / "straight", tmp_path / "stopped")
     assert resumed.accuracy == straight.accuracy
+
+
+@pytest.mark.parametrize("name", ["base", "saf", "mesa", "sam"])
+def test_tracking_the_sharpness_changes_nothing_else(name, tmp_path):
+    plain, tracked = of(name), replace(of(name), track_sharpness=2)
+    fit(plain, tmp_path / "plain")
+    fit(tracked, tmp_path / "tracked")
+    with pytest.raises(Interrupted):
+        fit(tracked, tmp_path / "stopped", stop=lambda *now: now == (2, 3))
+    torch.manual_seed(99)
+    fit(tracked, tmp_path / "stopped")
+    assert_same(tmp_path / "tracked", tmp_path / "stopped")
+    rows = read_metrics(tmp_path / "tracked")
+    assert ["sharpness" in row for row in rows] == [False, True, False, True, False]
+    assert all(row.pop("sharpness") > 0 for row in rows[1::2])
+    write_metrics(tmp_path / "tracked", rows)
+    assert_same(tmp_path / "tracked", tmp_path / "plain")
+    ours, theirs = (load_checkpoint(tmp_path / run)[1] for run in ("tracked", "plain"))
+    assert torch.equal(ours["random"]["cpu"], theirs["random"]["cpu"])
+
+
+def test_the_sharpness_is_that_of_the_epochs_weights(tmp_path):
+    run = fit(replace(SMALL, track_sharpness=5), tmp_path)
+    opened = open_run(tmp_path)
+    expected = sam_sharpness(opened.model, cross_entropy, opened.batches())
+    assert read_metrics(tmp_path)[-1]["sharpness"] == run.sharpness == expected
 
 
 def test_the_loop_is_an_ordinary_loop(tmp_path):

@@ -9,6 +9,17 @@ import torch
 from torch import Tensor, nn
 
 
+def running_layers(model: nn.Module) -> list[Any]:
+    """Layers that normalise a batch with its own statistics in training: BatchNorm, and others
+    that keep a running mean."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        or isinstance(getattr(module, "running_mean", None), Tensor)
+    ]
+
+
 class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_running_stats(model)
     """While entered, normalisation layers normalise as in training but keep their statistics.
 
@@ -28,10 +39,10 @@ class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_runn
     def __enter__(self) -> None:
         flags: _Flags = []
         copies: _Copies = []
-        for module in () if self._model is None else self._model.modules():
+        for module in () if self._model is None else running_layers(self._model):
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 flags.append((module, module.track_running_stats))
-            elif isinstance(getattr(module, "running_mean", None), Tensor):
+            else:
                 copies += [(b, b.clone()) for b in module.buffers(recurse=False)]
         self._entered.append((flags, copies))
         try:

@@ -19,6 +19,7 @@ except ImportError as error:  # the library itself needs torch and numpy alone
 EXAMPLES = {
     "train": "saltflat train --method.name saf --data.label_noise 0.2 --out runs/saf",
     "compare": "saltflat compare --config recipes/digits_noisy.yaml --methods [base,saf,mesa]",
+    "sharpness": "saltflat sharpness runs/saf runs/base --measures [sam,eigenvalues]",
     "bench": "saltflat bench --data.name synthetic:32:100 --model cifar_resnet18",
     "methods": "saltflat methods",
     "models": "saltflat models",
@@ -75,6 +76,32 @@ class BenchOptions(MethodsOptions):
     21843, processes: 64, per_machine: 8, batch: 128, step_ms: 100, parameters: 25557032}."""
 
 
+@dataclass(frozen=True)
+class SharpnessOptions:
+    """What is measured, and on what."""
+
+    measures: tuple[str, ...] = ("sam", "adaptive", "eigenvalues", "trace")
+    """Of sam, max, m, adaptive, average, eigenvalues, trace, spectrum: docs/guides/sharpness.md."""
+    rho: float | None = None
+    """Of every measure that has one; each has its own unless said."""
+    settings: dict[str, dict[str, Any]] | None = None
+    """What else differs from a measure's defaults, by its name: {max: {steps: 50}}."""
+    images: int = 1024
+    """Training images, without augmentation; all where a run has fewer."""
+    seed: int = 0
+    """Which images, and which random vectors: the same for every run."""
+    batchnorm: Literal["eval", "recalibrated", "batch"] = "eval"
+    """What BatchNorm normalises with: running statistics, those of the images at the weights where
+    the loss is taken, or those of each batch."""
+    precision: Literal["float32", "float64"] = "float32"
+    teacher: bool = False
+    """Measure the moving average that mesa and ema keep, instead of the model."""
+    device: str | None = None
+    """Instead of the one that a run was trained on."""
+    out: str | None = None
+    """A file for everything as JSON; a spectrum is only there."""
+
+
 class _Parser(ArgumentParser):
     """One line and exit code 2 for a bad option, with the nearest known one."""
 
@@ -106,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     try:
-        arguments = [a for a in arguments if a != "--debug"]
+        arguments = [_with_underscores(a) for a in arguments if a != "--debug"]
         parsed = _parser().parse_args(arguments)
         options = parsed[parsed.command]
         options.arguments = arguments  # as they were given, for the record of a measurement
@@ -117,6 +144,12 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         _fail(error)
+
+
+def _with_underscores(argument: str) -> str:
+    """--track-sharpness=5 is --track_sharpness=5, as it is spelled in YAML."""
+    name, equals, value = argument.partition("=")
+    return re.sub(r"(?<=\w)-", "_", name) + equals + value if name[:2] == "--" else argument
 
 
 def _parser() -> _Parser:
@@ -132,6 +165,7 @@ def _parser() -> _Parser:
     for name, (description, options) in {
         "train": ("Train a model, or go on with a run.", TrainOptions),
         "compare": ("Train with several methods and compare them.", CompareOptions),
+        "sharpness": ("Measure how flat the minima of recorded runs are.", SharpnessOptions),
         "bench": ("Measure what a training step costs with several methods.", BenchOptions),
         "methods": ("List the methods.", None),
         "models": ("List the models.", None),
@@ -142,7 +176,10 @@ def _parser() -> _Parser:
         )
         if options is not None:
             command.add_argument("--config", action="config", help="A YAML file of options.")
-            command.add_class_arguments(Config)
+            if options is SharpnessOptions:
+                command.add_argument("runs", nargs="*", help="Folders of recorded runs.")
+            else:
+                command.add_class_arguments(Config)
             command.add_class_arguments(options)
             _Parser.options.update(s for a in command._actions for s in a.option_strings)
         commands.add_subcommand(name, command, help=description)
@@ -231,6 +268,42 @@ def _compare(options: Namespace) -> None:
     print(f"95 % intervals by Student's t over {own.seeds} seeds; written to {own.out}")
 
 
+def _sharpness(options: Namespace) -> None:
+    from saltflat.train.measure import chosen, describe, measure, table, write
+    from saltflat.train.provenance import command, provenance
+
+    values = options.as_dict()
+    own = SharpnessOptions(**{f.name: values[f.name] for f in fields(SharpnessOptions)})
+    measures = chosen(own.measures, own.rho, own.settings)
+    if own.out is not None:  # fail before the work
+        if Path(own.out).is_dir():
+            raise ValueError(f"{own.out} is a folder: name a file, as {own.out}/sharpness.json")
+        Path(own.out).parent.mkdir(parents=True, exist_ok=True)
+    with Console(stderr=True).status("") as status:  # which shows on a terminal alone
+        rows = measure(
+            options.runs,
+            measures,
+            images=own.images,
+            seed=own.seed,
+            batchnorm=own.batchnorm,
+            precision=own.precision,
+            teacher=own.teacher,
+            device=own.device,
+            say=status.update,
+        )
+    _print(table(rows))
+    what = "the moving average of the weights" if own.teacher else "the model"
+    print(
+        f"cross-entropy of {what} on up to {own.images:,} training images of each run, seed "
+        f"{own.seed}; BatchNorm: {own.batchnorm}; {own.precision}"
+    )
+    print(f"{describe(measures)}; in brackets 95 % intervals over random draws")
+    if own.out is not None:
+        facts = provenance(command("saltflat", *options.arguments), rows[0].device)
+        settings = {"seed": own.seed, "precision": own.precision, "teacher": own.teacher}
+        write(Path(own.out), {**facts, **settings, "measures": measures}, rows)
+
+
 def _bench(options: Namespace) -> None:
     from saltflat.train.bench import bench, describe, heading, table, write
     from saltflat.train.provenance import command, provenance
@@ -316,6 +389,7 @@ def _print(lines: list[list[str]]) -> None:
 _COMMANDS = {
     "train": _train,
     "compare": _compare,
+    "sharpness": _sharpness,
     "bench": _bench,
     "methods": _methods,
     "models": _models,

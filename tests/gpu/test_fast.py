@@ -1,10 +1,12 @@
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, fit, state
+from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, fast, fit, state
+from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.log import read_metrics
 from saltflat.train.methods import METHODS
 from saltflat.train.together import fit_together
@@ -50,6 +52,17 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
     assert "one operation at a time" not in capfd.readouterr().err
     fit(config(images, method, fast=False), tmp_path / "plain")
     check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
+
+
+def test_tracking_the_sharpness_changes_no_bit(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(fast, "_tuned", contextlib.nullcontext)  # or cuDNN may choose anew
+    one = config(images, "base", model="cifar_resnet18")
+    fit(one, tmp_path / "plain")
+    fit(dataclasses.replace(one, track_sharpness=1), tmp_path / "tracked")
+    assert all(row["sharpness"] > 0 for row in read_metrics(tmp_path / "tracked"))
+    ours, theirs = (load_checkpoint(tmp_path / name)[0] for name in ("tracked", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_in_half_precision_channels_last_and_compiled(images, tmp_path):

@@ -1,5 +1,29 @@
 """How flat a minimum is."""
 
-from saltflat.sharpness.neighbourhood import sam_sharpness
+# the rise of the loss near the weights
+from saltflat.sharpness.neighbourhood import sam_sharpness, max_sharpness, m_sharpness
+from saltflat.sharpness.adaptive import adaptive_sharpness, average_sharpness
 
-__all__ = ["sam_sharpness"]
+# its second derivatives there
+from saltflat.sharpness.hessian import top_eigenvalues, hessian_trace, spectral_density
+
+# what they give, and what BatchNorm does meanwhile
+from saltflat.sharpness.result import Eigenvalues, Measured, Sharpness, Spectrum, Trace
+from saltflat.sharpness._objective import Policy
+
+__all__ = [
+    "Eigenvalues",
+    "Measured",
+    "Policy",
+    "Sharpness",
+    "Spectrum",
+    "Trace",
+    "adaptive_sharpness",
+    "average_sharpness",
+    "hessian_trace",
+    "m_sharpness",
+    "max_sharpness",
+    "sam_sharpness",
+    "spectral_density",
+    "top_eigenvalues",
+]

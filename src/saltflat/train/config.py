@@ -164,6 +164,8 @@ class Config:
     """None: a GPU if there is one."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
+    track_sharpness: int = 0
+    """Epochs between measurements of SAM's sharpness on 1024 training images; 0: none."""
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where to log beside metrics.jsonl."""
 
@@ -177,4 +179,8 @@ class Config:
         require(
             self.checkpoint_every >= 1,
             f"checkpoint_every must be at least 1, got {self.checkpoint_every}",
+        )
+        require(
+            self.track_sharpness >= 0,
+            f"track_sharpness must be 0 or more, got {self.track_sharpness}",
         )

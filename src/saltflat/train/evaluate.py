@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from saltflat.sharpness import sam_sharpness
-from saltflat.train.augment import normalised, statistics, test_batches
-from saltflat.train.config import Config
+from saltflat.train.augment import normalised, plain_batches, statistics, test_batches
+from saltflat.train.config import Config, require
 from saltflat.train.data import Data
 
 
@@ -58,12 +58,34 @@ def accuracies(
     return {name: 100 * float(hits) / count for name, hits in right.items()}
 
 
-def training_sharpness(data: Data, model: nn.Module, device: torch.device) -> float:
-    """SAM's sharpness on training images without augmentation."""
-    batches, seen = [], 0
-    for x, y in test_batches(dataclasses.replace(data, test=data.train), 256):
-        batches.append((x.to(device), y.to(device)))
-        seen += len(y)
-        if seen >= 1024:
-            break
-    return sam_sharpness(model, cross_entropy, batches)
+def training_batches(
+    data: Data, images: int, device: torch.device, *, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """A part of the training set as a test would see it: no augmentation, labels as trained on.
+
+    Args:
+        data: The images.
+        images: How many; all where there are fewer.
+        device: Where they stay, in batches of 256.
+        seed: Which ones, in which order: the same for every model.
+    """
+    require(images >= 1, f"images must be at least 1, got {images}")
+    order = np.random.default_rng(seed % 2**32).permutation(len(data.train))[:images]
+    batches = plain_batches(data, data.train, torch.from_numpy(order).split(256))
+    return [(x.to(device), y.to(device)) for x, y in batches]
+
+
+class TrainingSharpness:
+    """SAM's sharpness on up to 1024 training images, which stay on the device once they are there.
+
+    A measurement costs two forward passes and a backward pass over them, in float32 and evaluation
+    mode, and leaves no trace in the model or in torch's random state.
+    """
+
+    def __init__(self, data: Data, device: torch.device) -> None:
+        self._data, self._device = data, device
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, model: nn.Module) -> float:
+        self._batches = self._batches or training_batches(self._data, 1024, self._device)
+        return sam_sharpness(model, cross_entropy, self._batches)

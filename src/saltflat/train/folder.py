@@ -39,7 +39,7 @@ def read_config(run: Path) -> Config:
     """
     path = run / CONFIG
     if not path.exists():
-        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
+        raise ValueError(f"{run} holds no run: {_instead(run)}")
     values = read_json(path)
     try:
         data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
@@ -49,3 +49,11 @@ def read_config(run: Path) -> Config:
         return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run's config: {error}") from error
+
+
+def _instead(run: Path) -> str:
+    if not run.is_dir():
+        return "there is no such folder"
+    found = [path.parent for depth in ("*", "*/*") for path in run.glob(f"{depth}/{CONFIG}")]
+    inside = sorted(str(path) for path in found)  # as in compare's folder
+    return f"name those inside, as {inside[0]}" if inside else f"there is no {CONFIG}"

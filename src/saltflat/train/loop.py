@@ -22,12 +22,12 @@ from saltflat.train.augment import TrainLoader
 from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.config import Config
 from saltflat.train.data import load_data
-from saltflat.train.evaluate import TestSet, accuracies, training_sharpness
+from saltflat.train.evaluate import TestSet, TrainingSharpness, accuracies
 from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
-from saltflat.train.state import build, device_of, fingerprint
+from saltflat.train.state import build, check_data, device_of
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -99,8 +99,7 @@ def running(
     state, device = build(config, data, len(loader))
     check_folder(run, config)
     if (checkpoint := load_checkpoint(run)) is not None:
-        if checkpoint[1]["data"] != fingerprint(data):
-            raise ValueError(f"the data of {run} have changed since it was saved")
+        check_data(run, checkpoint[1], data)
         state.load(*checkpoint)
     metrics = read_metrics(run)[: state.epoch]
     if len(metrics) < state.epoch:
@@ -110,7 +109,7 @@ def running(
     write_text(run / CONFIG, to_json(dataclasses.asdict(config), indent=1))
     write_metrics(run, metrics)
     steps = build_steps(config, state, data, loader, device)
-    test_set = TestSet(config, data, device)
+    test_set, sharpness = TestSet(config, data, device), TrainingSharpness(data, device)
 
     done = state.epoch * len(loader) + state.step
     with progress(config.epochs, len(loader), done, shown) as bar:
@@ -136,6 +135,8 @@ def running(
                 "seconds": state.seconds,
                 **accuracies(config, test_set, state.models(), device),
             }
+            if config.track_sharpness and (epoch + 1) % config.track_sharpness == 0:
+                figures_of_epoch["sharpness"] = sharpness(state.model)
             write_metrics(run, [*read_metrics(run), {"epoch": epoch, **figures_of_epoch}])
             for tracker in trackers:
                 tracker.write(epoch, figures_of_epoch)
@@ -154,7 +155,7 @@ def running(
         seconds=state.seconds,
         images_per_second=images / max(state.seconds, 1e-9),
         extra_bytes=state.training.extra_bytes(),
-        sharpness=training_sharpness(data, state.model, device),
+        sharpness=sharpness(state.model),
         diverged=last["loss"] is None,
     )
     write_text(run / RESULT, to_json(dataclasses.asdict(result)))

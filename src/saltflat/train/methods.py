@@ -302,15 +302,15 @@ def check_method(config: MethodConfig) -> Method:
         if name not in known:
             hint = nearest(name, known) if known else "it has none"
             raise ValueError(f"{config.name} has no setting {name!r}: {hint}")
-        _check_kind(config.name, name, config.settings[name], known[name])
+        check_kind(config.name, name, config.settings[name], known[name])
     return method
 
 
-def _check_kind(method: str, name: str, value: Any, default: Any) -> None:
+def check_kind(owner: str, name: str, value: Any, default: Any) -> None:
     """A setting must be of its default's kind; whole numbers will do for fractions."""
     kinds = (int, float) if type(default) is float else (type(default),)
     if default is not None and type(value) not in kinds:
         raise ValueError(
-            f"{method}'s {name} must be a {kinds[-1].__name__}, as its default {default!r}, "
+            f"{owner}'s {name} must be a {kinds[-1].__name__}, as its default {default!r}, "
             f"got {value!r}"
         )
