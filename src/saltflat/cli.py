@@ -20,6 +20,7 @@ EXAMPLES = {
     "train": "saltflat train --method.name saf --data.label_noise 0.2 --out runs/saf",
     "compare": "saltflat compare --config recipes/digits_noisy.yaml --methods [base,saf,mesa]",
     "bench": "saltflat bench --data.name synthetic:32:100 --model cifar_resnet18",
+    "report": "saltflat report runs/compare -o report.html --figures figures",
     "methods": "saltflat methods",
     "models": "saltflat models",
     "recipes": "saltflat recipes",
@@ -133,6 +134,7 @@ def _parser() -> _Parser:
         "train": ("Train a model, or go on with a run.", TrainOptions),
         "compare": ("Train with several methods and compare them.", CompareOptions),
         "bench": ("Measure what a training step costs with several methods.", BenchOptions),
+        "report": ("Make one page of recorded runs.", None),
         "methods": ("List the methods.", None),
         "models": ("List the models.", None),
         "recipes": ("List the recipes and the paper's figures.", None),
@@ -145,8 +147,18 @@ def _parser() -> _Parser:
             command.add_class_arguments(Config)
             command.add_class_arguments(options)
             _Parser.options.update(s for a in command._actions for s in a.option_strings)
+        if name == "report":
+            _add_report(command)
         commands.add_subcommand(name, command, help=description)
     return parser
+
+
+def _add_report(command: _Parser) -> None:
+    add = command.add_argument
+    add("runs", nargs="*", type=str, help="Folders of runs, or of comparisons.")
+    add("-o", "--out", type=str, default="report.html", help="The page.")
+    add("--figures", type=str | None, help="A folder for every figure as .svg, .pdf and .png.")
+    add("--paper", action="store_true", help="With --figures: the paper's figures too.")
 
 
 def _split(options: Namespace, kind: type[Any]) -> tuple[Any, Any]:
@@ -216,12 +228,19 @@ def _train(options: Namespace) -> None:
 def _compare(options: Namespace) -> None:
     from saltflat.train import Interrupted
     from saltflat.train.compare import compare, describe, table, verdicts
+    from saltflat.train.provenance import command
 
     config, own = _split(options, CompareOptions)
     methods = _chosen(config, own)
     print(f"comparing {', '.join(own.methods)} on {describe(config)}, {own.seeds} seeds")
     try:
-        rows = compare(config, methods, own.out, seeds=own.seeds, jobs=own.jobs, budget=own.budget)
+        rows = compare(
+            *(config, methods, own.out),
+            seeds=own.seeds,
+            jobs=own.jobs,
+            budget=own.budget,
+            command=command("saltflat", *options.arguments),
+        )
     except (Interrupted, KeyboardInterrupt):
         print("stopped and saved; the same command goes on where it stopped")
         sys.exit(130)
@@ -229,6 +248,38 @@ def _compare(options: Namespace) -> None:
     for sentence in verdicts(rows):
         print(sentence)
     print(f"95 % intervals by Student's t over {own.seeds} seeds; written to {own.out}")
+    page = Path(own.out) / "report.html"
+    try:
+        _write_page([own.out], page)
+    except ImportError as error:
+        print(f"no page to look at: {error}")
+
+
+def _report(options: Namespace) -> None:
+    if options.paper and options.figures is None:
+        raise ValueError("--paper makes files: say with --figures DIR where they go")
+    settings = _write_page(options.runs, Path(options.out))
+    if options.figures is None:
+        return
+    from saltflat.report.paper import write_paper
+    from saltflat.report.pictures import write_figures
+
+    folder = Path(options.figures)
+    missing = write_paper(settings, folder) if options.paper else []
+    write_figures(settings, folder)
+    for sentence in missing:
+        print(sentence)
+    print(f"figures: {folder}")
+
+
+def _write_page(runs: list[str], page: Path) -> list[Any]:
+    from saltflat.report.page import write_page
+    from saltflat.report.records import read_settings
+
+    settings = read_settings(runs)
+    write_page(settings, page, shlex.join(["saltflat", "report", *runs, "-o", str(page)]))
+    print(f"page: {page}")
+    return settings
 
 
 def _bench(options: Namespace) -> None:
@@ -317,6 +368,7 @@ _COMMANDS = {
     "train": _train,
     "compare": _compare,
     "bench": _bench,
+    "report": _report,
     "methods": _methods,
     "models": _models,
     "recipes": _recipes,

@@ -27,6 +27,7 @@ from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
+from saltflat.train.provenance import provenance, train_command
 from saltflat.train.state import build, device_of, fingerprint
 
 
@@ -157,7 +158,8 @@ def running(
         sharpness=training_sharpness(data, state.model, device),
         diverged=last["loss"] is None,
     )
-    write_text(run / RESULT, to_json(dataclasses.asdict(result)))
+    facts = provenance(train_command(config), device)
+    write_text(run / RESULT, to_json({**dataclasses.asdict(result), **facts}))
     return result
 
 
