@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LinearLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+from numpy.lib.stride_tricks import sliding_window_view
 
 from saltflat.report.records import Curve, Landscape
 from saltflat.report.scale import Scale, logarithmic
 from saltflat.report.style import DASHES, MARKERS, PAPER, Style
-
-try:
-    from matplotlib import colormaps, rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LinearLocator, LogLocator, MaxNLocator, NullLocator
-except ImportError as error:
-    raise ImportError("reports and pictures need: pip install 'saltflat[report]'") from error
 
 Indices = Mapping[str, int]
 """A method's place among all of a report, from which its colour, dash and marker follow."""
@@ -36,8 +35,9 @@ def colors() -> ListedColormap:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture as .svg, .pdf and .png, fonts included."""
-    for suffix in (".svg", ".pdf", ".png"):
-        figure.savefig(path.with_name(path.name + suffix), dpi=300)
+    with rc_context(PAPER.settings(path.name)):
+        for suffix in (".svg", ".pdf", ".png"):
+            figure.savefig(path.with_name(path.name + suffix), dpi=300)
 
 
 def accuracy_speed(rows: Sequence[Mapping[str, Any]], path: Path) -> Figure:
@@ -97,31 +97,41 @@ def draw_points(
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _name_points(axes, {name: max(points) for name, points in lines.items()}, indices, style)
+    _name_points(axes, lines, indices, style)
 
 
-def _name_points(axes: Axes, ends: Mapping[str, Point], indices: Indices, style: Style) -> None:
-    """Names beside the points, moved up where they would lie on each other."""
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    height = (top - bottom) * style.font * 1.5 / 150
-    placed: list[tuple[float, float]] = []
-    for label, point in sorted(ends.items(), key=lambda item: item[1][1]):
-        x, y = point[0], point[1]
-        for other_x, other_y in placed:  # from the lowest up
-            if abs(other_x - x) < (right - left) / 4 and y < other_y + height:
-                y = other_y + height
-        placed.append((x, y))
-        inside = x > left + 0.8 * (right - left)
-        axes.annotate(
-            label,
-            (x, y),
-            (-7 if inside else 7, 0),
-            textcoords="offset points",
-            ha="right" if inside else "left",
-            va="center",
-            color=style.of(indices[label]),
-            fontweight="bold",
-        )
+def _name_points(axes: Axes, lines: Mapping[str, Any], indices: Indices, style: Style) -> None:
+    """A name beside each method's fastest point, where it lies on nothing else."""
+    figure: Any = axes.get_figure(root=True)
+    figure.draw_without_rendering()  # from here on, places in pixels are known
+    points = [point for method in lines.values() for point in method]
+    taken = [
+        Bbox.from_extents(x - 4, low - 4, x + 4, high + 4)
+        for speed, _, bottom, top in points
+        for (x, low), (_, high) in [axes.transData.transform([(speed, bottom), (speed, top)])]
+    ]
+    step = style.font
+    for label, method in lines.items():
+        speed, accuracy, *_ = max(method)
+        for side, up in product((1, -1), (0, step, -step, 2 * step, -2 * step)):
+            text = axes.annotate(
+                label,
+                (speed, accuracy),
+                (7 * side, up),
+                textcoords="offset points",
+                ha="left" if side > 0 else "right",
+                va="center",
+                color=style.of(indices[label]),
+                fontweight="bold",
+            )
+            box = text.get_window_extent()
+            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            axes.add_artist(text)  # there is no free place
+        taken.append(box)
 
 
 def draw_curves(
@@ -294,7 +304,7 @@ def draw_contours(axes: Axes, landscape: Landscape, scale: Scale, style: Style) 
     lines = axes.contour(
         *(landscape.x, landscape.y, known), levels=levels, colors="#10202c", linewidths=0.45
     )
-    axes.clabel(lines, levels[1:-1:2], fontsize=style.font * 0.72, fmt="%g")
+    axes.clabel(lines, levels[:-1][::-3], fontsize=style.font * 0.72, fmt="%g")
     axes.plot(*landscape.marks.T, "+-", color="white", linewidth=0.8, markersize=style.font * 0.6)
     axes.set_aspect("equal")
     axes.grid(visible=False)
@@ -306,7 +316,9 @@ def draw_contours(axes: Axes, landscape: Landscape, scale: Scale, style: Style) 
 
 def draw_surface(axes: Any, landscape: Landscape, scale: Scale) -> None:
     """The same in three dimensions, cut at the scale's top."""
-    cut = np.where(landscape.losses <= scale.top, landscape.losses, np.nan)
+    losses = np.nan_to_num(landscape.losses, nan=np.inf)
+    near = sliding_window_view(np.pad(losses, 1, constant_values=np.inf), (3, 3)).min((2, 3))
+    cut = np.where(near <= scale.top, np.minimum(losses, scale.top), np.nan)  # with a level rim
     grid_x, grid_y = np.meshgrid(landscape.x, np.asarray(landscape.y))
     axes.plot_surface(
         *(grid_x, grid_y, cut),
@@ -318,7 +330,8 @@ def draw_surface(axes: Any, landscape: Landscape, scale: Scale) -> None:
         rasterized=True,
     )
     axes.set_zlim(scale.bottom, scale.top)
-    axes.view_init(elev=32, azim=-52)
+    axes.view_init(elev=36, azim=-52)
+    axes.set_box_aspect((1, 1, 0.62), zoom=1.18)
     for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
         axis.set_major_locator(MaxNLocator(3, steps=_STEPS))
         axis.pane.set_visible(False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -72,7 +72,8 @@ def _loss_and_sharpness(setting: Setting, indices: Indices) -> Figure:
     panels = {p.title: p for p in pictures_of(setting, indices)}
     with rc_context(PAPER.settings("figure4")):
         figure = Figure(figsize=(_TEXT_WIDTH, 2.0), layout="constrained")
-        left, right = np.ravel(figure.subfigures(1, 2))
+        parts: Any = figure.subfigures(1, 2)
+        left, right = parts
         panels["Training loss"].draw(left, PAPER)
         panels["Sharpness"].draw(right, PAPER)
     return figure

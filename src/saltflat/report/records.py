@@ -136,7 +136,7 @@ def read_run(folder: Path) -> Run:
         ValueError: If the folder holds none, or one without an epoch.
     """
     if not (folder / "config.json").exists():
-        below = sorted({path.parent for path in folder.glob("**/config.json")})
+        below = sorted(p.parent for at in ("*", "*/*") for p in folder.glob(f"{at}/config.json"))
         hint = f"; there are runs below it: {' '.join(map(str, below[:4]))}" if below else ""
         raise ValueError(
             f"{folder} holds no records: neither config.json of a run nor summary.json of a "

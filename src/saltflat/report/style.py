@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PALETTE = (
-    *("#59636b", "#c8641b", "#0b7a75", "#7b3fa0"),
+    *("#59636b", "#b45510", "#0b7a75", "#7b3fa0"),
     *("#2b6cb0", "#b83260", "#6b7d13", "#8c5a2b"),
 )
 """Of the methods, the base first; page.css has the same for light and others for dark."""
@@ -59,7 +59,7 @@ class Style:
             "grid.color": self.grid,
             "grid.linewidth": 0.6,
             "axes.axisbelow": True,
-            "lines.linewidth": 1.4,
+            "lines.linewidth": self.font / 7.5,
             "pdf.fonttype": 42,  # fonts that a publisher's tools can read
             "svg.hashsalt": salt,
             "axes.facecolor": "none",
