@@ -40,7 +40,9 @@ ARROWS = {
     "mesa": {"_capture", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture"},
     "sharpness": {"_perturb", "_batchnorm"},
+    "landscape": {"_capture", "_folded"},
     "train": {
+        "_capture",
         "_term",
         "codecs",
         "saf",
@@ -52,7 +54,7 @@ ARROWS = {
         "__version__",
     },
     "report": set(),
-    "cli": {"train", "report"},
+    "cli": {"train", "landscape", "report"},
     "__main__": {"cli"},
     "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sampler", "sam"},
 }
@@ -65,6 +67,7 @@ EXTRAS = {
     "cli.py": {"jsonargparse", "rich"},
     "checkpoint.py": {"safetensors"},
     "figures.py": {"matplotlib"},
+    "plot.py": {"matplotlib"},
     "data.py": {"datasets", "sklearn", "torchvision"},
     "augment.py": {"torchvision"},
     "log.py": {"rich"},
