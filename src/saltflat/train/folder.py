@@ -39,7 +39,7 @@ def read_config(run: Path) -> Config:
     """
     path = run / CONFIG
     if not path.exists():
-        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
+        raise ValueError(f"{run} holds no run: {_instead(run)}")
     values = read_json(path)
     try:
         data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
@@ -49,3 +49,10 @@ def read_config(run: Path) -> Config:
         return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run's config: {error}") from error
+
+
+def _instead(run: Path) -> str:
+    if not run.is_dir():
+        return "there is no such folder"
+    inside = sorted(str(path.parent) for path in run.glob(f"*/*/{CONFIG}"))  # as compare's has
+    return f"name those inside, as {inside[0]}" if inside else f"there is no {CONFIG}"

@@ -27,7 +27,7 @@ from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
-from saltflat.train.state import build, device_of, fingerprint
+from saltflat.train.state import build, check_data, device_of
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -99,8 +99,7 @@ def running(
     state, device = build(config, data, len(loader))
     check_folder(run, config)
     if (checkpoint := load_checkpoint(run)) is not None:
-        if checkpoint[1]["data"] != fingerprint(data):
-            raise ValueError(f"the data of {run} have changed since it was saved")
+        check_data(run, checkpoint[1], data)
         state.load(*checkpoint)
     metrics = read_metrics(run)[: state.epoch]
     if len(metrics) < state.epoch:
