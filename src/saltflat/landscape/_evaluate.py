@@ -95,11 +95,10 @@ class Places:
             for part in places.split(CHUNK):
                 self._places[: len(part)].copy_(part)
                 self._places[len(part) :].copy_(part[-1])  # where a lane has nothing left to do
-                for number, counter in enumerate(self._counters):
-                    counter.fill_(number)
+                self._rewind()
                 for _ in range(0, len(part), len(self._lanes)):
                     self._one()
-                done.append(self._found[: len(part)].cpu())
+                done.append(self._found[: len(part)].to("cpu", copy=True))
         return torch.cat(done)
 
     def _one(self) -> None:
@@ -107,6 +106,10 @@ class Places:
             self._replay()
         else:
             self._work()
+
+    def _rewind(self) -> None:
+        for number, counter in enumerate(self._counters):
+            counter.fill_(number)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -120,10 +123,10 @@ class Places:
         if not can_record(self.device):
             return
         with self._on_stream(), tuned(), torch.autocast(self.device.type, enabled=False):
-            for counter in self._counters:
-                counter.zero_()
             for _ in range(_WARM_UP):
+                self._rewind()
                 self._work()
+            self._rewind()
             try:
                 self._replay = record(self._work, None)
             except RuntimeError as error:

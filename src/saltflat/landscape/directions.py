@@ -128,6 +128,7 @@ def trajectory_plane(model: nn.Module, snapshots: Sequence[State]) -> Directions
     References:
         Li et al., Visualizing the Loss Landscape of Neural Nets, NeurIPS 2018, section 7.
     """
+    _require_plane(len(snapshots), len(snapshots) > 1)
     origin = _state(model)
     parameters = [name for name, _ in model.named_parameters()]
     for snapshot in snapshots:
@@ -138,11 +139,7 @@ def trajectory_plane(model: nn.Module, snapshots: Sequence[State]) -> Directions
         gram += rows @ rows.T
     squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(0).clamp(min=0), vectors.flip(1)
-    if len(snapshots) < 2 or squares[1] <= 1e-10 * squares[0]:
-        raise ValueError(
-            f"{len(snapshots)} snapshots make no plane: they must be two or more that do not lie "
-            "on one line with the trained weights; train with snapshot_every set"
-        )
+    _require_plane(len(snapshots), bool(squares[1] > 1e-10 * squares[0]))
     lengths, vectors = squares[:2].sqrt(), vectors[:, :2]
     vectors = vectors * torch.where(vectors[0] < 0, -1.0, 1.0)  # training begins at the top right
     parts = vectors / lengths  # of each snapshot in each axis
@@ -192,6 +189,14 @@ def _differences(snapshots: Sequence[State], origin: State, name: str) -> Tensor
     """From the origin to each snapshot, stacked."""
     there = origin[name].cpu()
     return torch.stack([snapshot[name].cpu() - there for snapshot in snapshots])
+
+
+def _require_plane(count: int, holds: bool) -> None:
+    if not holds:
+        raise ValueError(
+            f"{count} snapshots make no plane: they must be two or more that do not lie on one "
+            "line with the trained weights; train with snapshot_every set"
+        )
 
 
 def _require_same(one: State, other: State) -> None:

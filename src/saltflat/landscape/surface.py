@@ -142,9 +142,10 @@ def loss_surface(
         >>> _ = model.weight.data.fill_(2.0)
         >>> data = [(torch.ones(1, 1), torch.zeros(1, 1))]
         >>> square = lambda out, y: ((out - y) ** 2).mean()
-        >>> along = random_directions(model, count=1)  # of length 2, up or down
-        >>> loss_surface(model, square, data, directions=along, points=3).losses.round(4)[1:2]
-        array([4.])
+        >>> line = random_directions(model, count=1)  # of length 2, up or down
+        >>> found = loss_surface(model, square, data, directions=line, points=3)
+        >>> sorted(found.losses.round(4).tolist())
+        [0.0, 4.0, 16.0]
 
     References:
         Li et al., Visualizing the Loss Landscape of Neural Nets, NeurIPS 2018.
@@ -208,9 +209,10 @@ def _filled(
                 now().save(path)
                 saved = time.perf_counter()
     finally:
+        end = now()
         if path is not None:
-            now().save(path)
-    return now()
+            end.save(path)
+    return end
 
 
 def _places(
@@ -234,15 +236,15 @@ def _places(
         places = make(half=half)
         places.record()
         away = np.nan_to_num(np.abs(places(at)[:, 0].numpy() - expected)[known], nan=inf)
-        allowed = TOLERANCE[0] + TOLERANCE[1] * np.abs(expected[known])
-        if asked == "bf16" or not half or (away <= allowed).all():
+        size = np.abs(expected[known])
+        if asked == "bf16" or not half or (away <= TOLERANCE[0] + TOLERANCE[1] * size).all():
             break
     found = {
         "how": places.how,
         "origin_loss": float(expected[0]),
         "apart": {
             "absolute": float(away.max(initial=0.0)),
-            "relative": float((away / np.abs(expected[known])).max(initial=0.0)),
+            "relative": float((away / np.maximum(size, 1e-12)).max(initial=0.0)),
             "where": "the origin, the middle and the corners",
             "from": "one weight at a time, in the model's precision",
         },
