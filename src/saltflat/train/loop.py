@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from saltflat.train.augment import TrainLoader
-from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.checkpoint import load_checkpoint, save_snapshot
 from saltflat.train.config import Config
 from saltflat.train.data import load_data
 from saltflat.train.evaluate import TestSet, accuracies, training_sharpness
@@ -115,6 +115,8 @@ def running(
     with progress(config.epochs, len(loader), done, shown) as bar:
         while state.epoch < config.epochs:
             epoch = state.epoch
+            if config.snapshot_every and epoch % config.snapshot_every == 0 and state.step == 0:
+                save_snapshot(run, epoch, state.model.state_dict())
             state.training.set_epoch(epoch)
             state.model.train()
             begin = time.perf_counter()
