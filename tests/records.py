@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from saltflat.landscape import Surface
 from saltflat.train import Config, DataConfig, MethodConfig
 from saltflat.train.files import to_json
 
@@ -45,12 +46,16 @@ def write_run(folder, config=SMALL, *, gain=0.0, sharpness_every=0, complete=Tru
     return folder
 
 
-def write_landscape(folder: Path, *, curvature=4.0, points=21, name="landscape.npz"):
+def write_landscape(folder: Path, *, curvature=4.0, points=21):
     """A bowl: half the curvature times the squared distance, and a little."""
     axis = np.linspace(-1, 1, points)
     losses = 0.05 + curvature / 2 * (axis[:, None] ** 2 + 2 * axis**2)
-    provenance = np.array(json.dumps({"settings": {"kind": "random"}}))
-    np.savez(folder / name, x=axis, y=axis, losses=losses, provenance=provenance)
+    about = {"settings": {"kind": "random"}}
+    surface = Surface(axis, axis, losses, None, np.zeros((1, 2)), about, losses.size)
+    surface.save(folder / "landscape.npz")
+    middle = losses[points // 2]
+    line = Surface(axis, None, middle, None, np.zeros((1, 1)), about, points)
+    line.save(folder / "landscape_line.npz")
 
 
 def with_method(name, config=SMALL, seed=0, **settings):

@@ -43,6 +43,17 @@ def test_the_readmes_loops_run_as_they_stand(block):
         assert term.memory.num_samples == SAMPLES
 
 
+def test_the_landscape_guides_code_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "guides" / "landscapes.md").read_text()
+    x, y = dataset().tensors
+    exec(
+        re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {"model": network(), "x": x, "y": y}
+    )
+    assert capsys.readouterr().out.startswith("(11, 11) ")
+    assert (tmp_path / "landscape.npz").exists()
+
+
 CARDS = {path.stem: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")}
 
 

@@ -91,7 +91,7 @@ def test_every_figure_is_there_and_not_empty(open_tab):
     names = {name.removesuffix("_small_cnn") for name in charts}
     assert names == {
         *("accuracy_speed", "training_loss", "test_accuracy", "every_seed"),
-        *("sharpness", "memory"),
+        *("sharpness", "memory", "landscape_line"),
     }
     for width, height, paths, rows in charts.values():
         assert width > 250 and height > 150 and paths > 10 and rows >= 3

@@ -16,8 +16,9 @@ from records import SMALL, with_method, write_comparison, write_landscape, write
 from saltflat.cli import main
 from saltflat.report.page import page
 from saltflat.report.paper import paper_figures
-from saltflat.report.pictures import surfaces_of, thinned, write_figures
+from saltflat.report.pictures import thinned, write_figures
 from saltflat.report.records import Curve, read_settings
+from saltflat.report.surfaces import surfaces_of
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, fit
 from saltflat.train.folder import read_config
 
@@ -175,7 +176,7 @@ def test_every_figure_is_a_file_at_paper_quality(tmp_path):
     names = {path.stem.removesuffix("_small_cnn") for path in out.iterdir()}
     assert names == {
         *("accuracy_speed", "training_loss", "test_accuracy", "every_seed", "sharpness"),
-        *("memory", "landscapes", "contours"),
+        *("memory", "landscapes", "contours", "landscape_line"),
     }
     for name in names:
         stem = name if name == "accuracy_speed" else f"{name}_small_cnn"
@@ -222,7 +223,7 @@ def test_a_figure_of_the_paper_that_lacks_its_data_says_what_to_run(tmp_path):
         (["empty"], "empty has no epoch yet"),
         (["digits", "half"], "of different data"),
         (["damaged"], "config.json is damaged"),
-        (["nosurface"], "landscape.npz is no landscape"),
+        (["nosurface"], "landscape.npz is not a surface"),
         (["digits", "--paper"], "say with --figures DIR where they go"),
     ],
 )

@@ -20,6 +20,7 @@ EXAMPLES = {
     "train": "saltflat train --method.name saf --data.label_noise 0.2 --out runs/saf",
     "compare": "saltflat compare --config recipes/digits_noisy.yaml --methods [base,saf,mesa]",
     "bench": "saltflat bench --data.name synthetic:32:100 --model cifar_resnet18",
+    "landscape": "saltflat landscape runs/base runs/saf --figures pictures",
     "report": "saltflat report runs/compare -o report.html --figures figures",
     "methods": "saltflat methods",
     "models": "saltflat models",
@@ -74,6 +75,34 @@ class BenchOptions(MethodsOptions):
     plan: dict[str, float] | None = None
     """Instead, compute what SAF would send and keep on many processes: {samples: 14200000, classes:
     21843, processes: 64, per_machine: 8, batch: 128, step_ms: 100, parameters: 25557032}."""
+
+
+@dataclass(frozen=True)
+class LandscapeOptions:
+    """What of the loss is shown."""
+
+    mode: Literal["plane", "line", "between", "trajectory"] = "plane"
+    """plane or line: along random directions, the same for every run; between: the line from the
+    first of two runs to the second; trajectory: the plane of a run's snapshots."""
+    points: int = 100
+    """Along an axis."""
+    span: float = 1.0
+    """How far: 1 is each filter's own length, or from run to run, or around the trajectory."""
+    seed: int = 0
+    """Of the random directions."""
+    images: int = 1000
+    """Of the training set, without augmentation."""
+    batchnorm: Literal["eval", "batch"] | None = None
+    """Statistics: eval, the model's own; batch, those of every 256 images. Unless said, eval, and
+    batch for a trajectory."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """auto: bf16 on a GPU that has it, if the losses agree."""
+    device: str | None = None
+    """Unless said, where the run was trained."""
+    out: str | None = None
+    """A file for one surface, instead of landscape.npz in the run's folder."""
+    figures: str | None = None
+    """A folder for pictures of all, on one scale, as PNG and SVG."""
 
 
 class _Parser(ArgumentParser):
@@ -134,6 +163,7 @@ def _parser() -> _Parser:
         "train": ("Train a model, or go on with a run.", TrainOptions),
         "compare": ("Train with several methods and compare them.", CompareOptions),
         "bench": ("Measure what a training step costs with several methods.", BenchOptions),
+        "landscape": ("Show the loss around the weights of runs.", LandscapeOptions),
         "report": ("Make one page of recorded runs.", None),
         "methods": ("List the methods.", None),
         "models": ("List the models.", None),
@@ -144,7 +174,10 @@ def _parser() -> _Parser:
         )
         if options is not None:
             command.add_argument("--config", action="config", help="A YAML file of options.")
-            command.add_class_arguments(Config)
+            if options is LandscapeOptions:
+                command.add_argument("runs", nargs="+", help="Folders of runs.")
+            else:
+                command.add_class_arguments(Config)
             command.add_class_arguments(options)
             _Parser.options.update(s for a in command._actions for s in a.option_strings)
         if name == "report":
@@ -327,6 +360,83 @@ def _plan(numbers: dict[str, float]) -> None:
     print(f"{advice(plan)}. Computed, not measured: see docs/guides/distributed.md")
 
 
+def _landscape(options: Namespace) -> None:
+    from torch.nn.functional import cross_entropy
+
+    from saltflat.landscape import loss_surface
+    from saltflat.landscape._progress import TimeLeft
+    from saltflat.train.provenance import command, provenance
+    from saltflat.train.runs import open_run
+
+    own = LandscapeOptions(**{f.name: options[f.name] for f in fields(LandscapeOptions)})
+    if own.figures is not None:  # now, so that what is missing is missed before the work
+        from saltflat.landscape.plot import draw
+    runs = [open_run(folder, device=own.device) for folder in options.runs]
+    if own.mode == "between" and (len(runs) != 2 or runs[0].config.model != runs[1].config.model):
+        found = ", ".join(f"{run.folder} of {run.config.model}" for run in runs)
+        raise ValueError(f"between is for two runs of one model, got {found}")
+    shown = runs[:1] if own.mode == "between" else runs
+    if own.out is not None and len(shown) > 1:
+        raise ValueError(f"--out is for one surface, and there are {len(shown)}: leave it out")
+    batchnorm = own.batchnorm or ("batch" if own.mode == "trajectory" else "eval")
+    surfaces = {}
+    for run in shown:
+        ends = runs if own.mode == "between" else [run]
+        title = " to ".join(f"{one.config.method.name}, seed {one.config.seed}" for one in ends)
+        title = f"{title} ({run.folder})" if title in surfaces else title
+        path = Path(own.out) if own.out else run.folder / _surface_name(own.mode, runs)
+        facts = {
+            "title": title,
+            "model": run.config.model,
+            "epochs": run.epochs,
+            **provenance(command("saltflat", *options.arguments), run.device),
+        }
+        try:
+            surfaces[title] = surface = loss_surface(
+                run.model,
+                cross_entropy,
+                run.batches(own.images),
+                points=own.points,
+                span=own.span,
+                directions=_directions(own, runs, run),
+                batchnorm=batchnorm,
+                precision=own.precision,
+                path=path,
+                facts=facts,
+                progress=TimeLeft(title),
+            )
+        except KeyboardInterrupt:
+            print("stopped and saved; the same command goes on where it stopped")
+            raise
+        about = surface.provenance
+        print(
+            f"{path}: loss {about['origin_loss']:.4g} at the weights, {surface.losses.min():.4g} "
+            f"to {surface.losses.max():.4g} around; {about['seconds']:.1f} s, {about['how']}"
+        )
+    if own.figures is not None:
+        for picture in draw(surfaces, Path(own.figures), f"landscape_{own.mode}"):
+            print(picture)
+
+
+def _surface_name(mode: str, runs: list[Any]) -> str:
+    """The file of a surface in a run's folder; the report reads that of a plane."""
+    if mode == "between":
+        return f"landscape_to_{runs[1].config.method.name}_seed{runs[1].config.seed}.npz"
+    return "landscape.npz" if mode == "plane" else f"landscape_{mode}.npz"
+
+
+def _directions(own: LandscapeOptions, runs: list[Any], run: Any) -> Any:
+    from saltflat.landscape import line_between, random_directions, trajectory_plane
+    from saltflat.train.checkpoint import load_snapshots
+
+    if own.mode == "between":
+        return line_between(*(one.model for one in runs))
+    if own.mode == "trajectory":
+        kept = load_snapshots(run.folder)
+        return trajectory_plane(run.model, [kept[epoch] for epoch in kept if epoch < run.epochs])
+    return random_directions(run.model, seed=own.seed, count=2 if own.mode == "plane" else 1)
+
+
 def _methods(_: Namespace) -> None:
     from saltflat.train.methods import METHODS
 
@@ -368,6 +478,7 @@ _COMMANDS = {
     "train": _train,
     "compare": _compare,
     "bench": _bench,
+    "landscape": _landscape,
     "report": _report,
     "methods": _methods,
     "models": _models,

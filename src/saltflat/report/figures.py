@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LinearLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from saltflat.report.records import Curve, Landscape
-from saltflat.report.scale import Scale, logarithmic
+from saltflat.report.records import Curve
 from saltflat.report.style import DASHES, MARKERS, PAPER, Style
 
 Indices = Mapping[str, int]
@@ -26,11 +24,6 @@ Indices = Mapping[str, int]
 
 _STEPS = (1, 2, 5, 10)
 """Between numbers on an axis."""
-
-
-def colors() -> ListedColormap:
-    """Of losses: from deep blue to pale sand, evenly lighter, so that grey is enough to read it."""
-    return ListedColormap(colormaps["YlGnBu_r"](np.linspace(0.04, 0.93, 256)))
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -203,6 +196,11 @@ def _name_curves(axes: Axes, curves: Sequence[Curve], indices: Indices, style: S
         )
 
 
+def logarithmic(values: NDArray[np.float64]) -> bool:
+    """Whether figures range so far that only a logarithmic axis shows them all."""
+    return bool(np.all(values > 0) and values.max() > 30 * values.min())
+
+
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Positions near the wanted ones, in their order, that are a gap apart.
 
@@ -289,50 +287,3 @@ def draw_dots(
             axes.set_xlim(left=min(0.0, *(min(v) for v in values.values())))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
     axes.set_xlabel(xlabel)
-
-
-def draw_contours(axes: Axes, landscape: Landscape, scale: Scale, style: Style) -> None:
-    """Lines of equal loss, at the same levels for all that are compared; a cross at the weights."""
-    known = np.ma.masked_invalid(landscape.losses)
-    levels = np.array(scale.levels)
-    middles = np.sqrt(np.concatenate([levels[:1], levels[:-1]]) * levels)
-    axes.contourf(
-        *(landscape.x, landscape.y, known),
-        levels=[min(float(known.min()), 0.0) - 1e-9, *levels],
-        colors=colors()(scale.shade(middles)),
-    )
-    lines = axes.contour(
-        *(landscape.x, landscape.y, known), levels=levels, colors="#10202c", linewidths=0.45
-    )
-    axes.clabel(lines, levels[:-1][::-3], fontsize=style.font * 0.72, fmt="%g")
-    axes.plot(*landscape.marks.T, "+-", color="white", linewidth=0.8, markersize=style.font * 0.6)
-    axes.set_aspect("equal")
-    axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(True)
-    axes.xaxis.set_major_locator(LinearLocator(3))
-    axes.yaxis.set_major_locator(LinearLocator(3))
-
-
-def draw_surface(axes: Any, landscape: Landscape, scale: Scale) -> None:
-    """The same in three dimensions, cut at the scale's top."""
-    losses = np.nan_to_num(landscape.losses, nan=np.inf)
-    near = sliding_window_view(np.pad(losses, 1, constant_values=np.inf), (3, 3)).min((2, 3))
-    cut = np.where(near <= scale.top, np.minimum(losses, scale.top), np.nan)  # with a level rim
-    grid_x, grid_y = np.meshgrid(landscape.x, np.asarray(landscape.y))
-    axes.plot_surface(
-        *(grid_x, grid_y, cut),
-        facecolors=colors()(scale.shade(cut)),
-        rcount=cut.shape[0],
-        ccount=cut.shape[1],
-        linewidth=0,
-        antialiased=False,
-        rasterized=True,
-    )
-    axes.set_zlim(scale.bottom, scale.top)
-    axes.view_init(elev=36, azim=-52)
-    axes.set_box_aspect((1, 1, 0.62), zoom=1.18)
-    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
-        axis.set_major_locator(MaxNLocator(3, steps=_STEPS))
-        axis.pane.set_visible(False)
-    axes.tick_params(pad=-3)

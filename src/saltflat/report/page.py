@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from collections.abc import Sequence
@@ -10,32 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from saltflat.report.figures import colors
+from saltflat.landscape import Surface
+from saltflat.landscape.scale import Scale
 from saltflat.report.pictures import (
     Picture,
-    Surfaces,
     accuracy_against_speed,
-    contour,
     indices_of,
     pictures_of,
     render,
-    surfaces_of,
 )
 from saltflat.report.records import Setting
-from saltflat.report.scale import Scale
 from saltflat.report.style import PAGE, with_variables
+from saltflat.report.surfaces import (
+    Surfaces,
+    color_stops,
+    contours_alone,
+    packed,
+    surfaces_of,
+)
 from saltflat.report.table import columns, finding, options
-
-_MOST_CELLS = 128
-"""Of a landscape's side; a finer one is thinned."""
-_ABOVE = 4.0
-"""How far above its top a scale can be raised on the page."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def page(settings: list[Setting], command: str) -> str:
                 "columns": columns(setting),
                 "findings": [finding(method) for method in setting.methods],
                 "pictures": [inline(picture) for picture in pictures_of(setting, indices)],
-                "surfaces": None if surfaces is None else _cards(surfaces),
+                "surfaces": None if surfaces is None else _cards(surfaces, setting.name),
             }
         )
     return environment.get_template("page.html").render(
@@ -144,17 +141,17 @@ def _range(values: list[int], word: str) -> str:
 def inline(picture: Picture) -> Inline:
     """Draw a picture as SVG whose colours are the page's variables."""
     figure = render(picture, PAGE)
-    svg = _svg(figure, picture)
+    svg = _svg(figure, picture.name, picture.title)
     axes = figure.axes[0]
     extent = axes.get_position()
     box = " ".join(f"{v:.4f}" for v in (extent.x0, extent.x1, extent.y0, extent.y1))
     return Inline(picture, svg, box, " ".join(f"{limit:g}" for limit in axes.get_xlim()))
 
 
-def _svg(figure: Figure, picture: Picture) -> Markup:
+def _svg(figure: Figure, salt: str, label: str) -> Markup:
     """A figure as an element: no width of its own, and no name that another figure has too."""
     file = io.StringIO()
-    with rc_context({**PAGE.settings(picture.name), "svg.fonttype": "none"}):
+    with rc_context({**PAGE.settings(salt), "svg.fonttype": "none"}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
@@ -166,8 +163,8 @@ def _svg(figure: Figure, picture: Picture) -> Markup:
     text = re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", text)
     text = re.sub(r"font: (?:\w+ )?[\d.]+px[^;\"]*", _font, text)
     text = re.sub(r"\n\s*", "\n", text)
-    label = Markup.escape(picture.title)
-    return Markup(with_variables(text).replace("<svg", f'<svg role="img" aria-label="{label}"', 1))
+    named = f'<svg role="img" aria-label="{Markup.escape(label)}"'
+    return Markup(with_variables(text).replace("<svg", named, 1))
 
 
 def _font(found: re.Match[str]) -> str:
@@ -177,47 +174,18 @@ def _font(found: re.Match[str]) -> str:
     return f"{weight}font-size: {size[1] if size else 11}px"
 
 
-def _cards(surfaces: Surfaces) -> dict[str, Any]:
+def _cards(surfaces: Surfaces, name: str) -> dict[str, Any]:
     """What the page shows of landscapes: a surface to turn and contours for each."""
-    scale = surfaces.scale
     return {
         "cards": [
-            {"label": label, "run": run, "contour": inline(contour(run, scale))}
-            for label, run in zip(surfaces.labels, surfaces.runs, strict=True)
+            {"label": label, "contour": _contour(label, one, surfaces.scale, name)}
+            for label, one in surfaces.shown.items()
         ],
-        "data": {
-            "bottom": scale.bottom,
-            "top": scale.top,
-            "ceiling": _ceiling(scale),
-            "levels": scale.levels,
-            "colors": _colors(32),
-            "surfaces": [_packed(run.landscape, scale) for run in surfaces.runs],
-        },
-        "stops": ["rgb({},{},{})".format(*color) for color in _colors(9)],
+        "data": packed(surfaces),
+        "stops": ["rgb({},{},{})".format(*color) for color in color_stops(9)],
     }
 
 
-def _colors(count: int) -> list[list[int]]:
-    return [[round(255 * part) for part in colors()(i / (count - 1))[:3]] for i in range(count)]
-
-
-def _ceiling(scale: Scale) -> float:
-    return scale.bottom + _ABOVE * (scale.top - scale.bottom)
-
-
-def _packed(landscape: Any, scale: Scale) -> dict[str, Any]:
-    """A surface in two bytes a point, from the scale's bottom to its ceiling; 65535 is more."""
-    rows, columns = (
-        np.unique(np.linspace(0, n - 1, min(n, _MOST_CELLS)).round().astype(int))
-        for n in landscape.losses.shape
-    )
-    losses = landscape.losses[np.ix_(rows, columns)]
-    share = (losses - scale.bottom) / (_ceiling(scale) - scale.bottom)
-    steps = np.nan_to_num(np.clip(share, 0, 1) * 65535, nan=65535.0).round().astype("<u2")
-    return {
-        "columns": len(columns),
-        "rows": len(rows),
-        "x": [float(landscape.x[0]), float(landscape.x[-1])],
-        "y": [float(landscape.y[0]), float(landscape.y[-1])],
-        "losses": base64.b64encode(steps.tobytes()).decode(),
-    }
+def _contour(label: str, surface: Surface, scale: Scale, name: str) -> Markup:
+    salt = f"{name}_{label}"
+    return _svg(contours_alone(surface, scale, PAGE, salt), salt, f"Contours of {label}")

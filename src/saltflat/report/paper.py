@@ -19,11 +19,10 @@ from saltflat.report.pictures import (
     indices_of,
     pictures_of,
     render,
-    surfaces_in_a_row,
-    surfaces_of,
 )
 from saltflat.report.records import Setting
 from saltflat.report.style import PAPER
+from saltflat.report.surfaces import surfaces_in_a_row, surfaces_of
 
 _TEXT_WIDTH = 5.5
 """Of the paper, in inches."""

@@ -6,26 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure, FigureBase
 
+from saltflat.landscape.scale import common_scale
 from saltflat.report.figures import (
     Indices,
     Point,
     draw_bars,
-    draw_contours,
     draw_curves,
     draw_dots,
     draw_points,
-    draw_surface,
+    logarithmic,
     save,
 )
-from saltflat.report.records import Curve, Run, Setting
-from saltflat.report.scale import Scale, common_scale, logarithmic
+from saltflat.report.records import Curve, Setting
 from saltflat.report.style import PAPER, Style
+from saltflat.report.surfaces import contours_in_a_row, surfaces_in_a_row, surfaces_of
 
 _MOST_POINTS = 400
 """Of a curve that is drawn; a longer one is thinned."""
@@ -41,10 +40,6 @@ class Picture:
     draw: Callable[[FigureBase, Style], None]
     lines: Sequence[Sequence[str]]
     """The numbers: the header first."""
-    width: float = 1.0
-    """As a share of the style's."""
-    height: float = 0.64
-    """As a share of the width."""
     by_epoch: bool = False
     """Whether the table's first column is the picture's horizontal axis."""
 
@@ -52,9 +47,7 @@ class Picture:
 def render(picture: Picture, style: Style) -> Figure:
     """Draw a picture in a style."""
     with rc_context(style.settings(picture.name)):
-        width = style.width * picture.width
-        size = (width, width * picture.height)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(style.width, 0.64 * style.width), layout="constrained")
         picture.draw(figure, style)
     return figure
 
@@ -243,11 +236,10 @@ def _lines(setting: Setting, indices: Indices) -> Picture | None:
     """Landscapes along one direction."""
     curves = []
     for method in setting.methods:
-        for run in method.runs:
-            if run.landscape is not None and run.landscape.y is None:
-                losses = run.landscape.losses
-                curves.append(Curve(method.label, run.landscape.x, losses, losses, losses))
-                break
+        found = next((run.line for run in method.runs if run.line is not None), None)
+        if found is not None:
+            losses = found.losses
+            curves.append(Curve(method.label, found.x, losses, losses, losses))
     if not curves:
         return None
     top = common_scale([curve.mean for curve in curves]).top * 2
@@ -271,88 +263,6 @@ def _lines(setting: Setting, indices: Indices) -> Picture | None:
     )
 
 
-@dataclass(frozen=True)
-class Surfaces:
-    """The landscapes of a setting's runs, on one scale."""
-
-    labels: tuple[str, ...]
-    runs: tuple[Run, ...]
-    scale: Scale
-
-
-def surfaces_of(setting: Setting) -> Surfaces | None:
-    """All of a setting's landscapes on a grid."""
-    found = [
-        (method, run)
-        for method in setting.methods
-        for run in method.runs
-        if run.landscape is not None and run.landscape.y is not None
-    ]
-    if not found:
-        return None
-    many = len({method.label for method, _ in found}) < len(found)
-    labels = [m.label + (f", seed {run.config['seed']}" if many else "") for m, run in found]
-    runs = tuple(run for _, run in found)
-    losses = [run.landscape.losses for run in runs if run.landscape is not None]
-    return Surfaces(tuple(labels), runs, common_scale(losses))
-
-
-def contour(run: Run, scale: Scale) -> Picture:
-    """One run's contours, for the page."""
-    landscape: Any = run.landscape
-    return Picture(
-        f"contours_{run.folder}",
-        "Contours",
-        "",
-        lambda figure, style: draw_contours(figure.subplots(), landscape, scale, style),
-        [],
-        width=0.55,
-        height=0.95,
-    )
-
-
-def landscape_figures(setting: Setting, surfaces: Surfaces) -> dict[str, Figure]:
-    """All surfaces and all contours of a setting, as the paper has them: side by side."""
-    return {
-        _named("landscapes", setting): surfaces_in_a_row(surfaces),
-        _named("contours", setting): contours_in_a_row(surfaces),
-    }
-
-
-def surfaces_in_a_row(surfaces: Surfaces) -> Figure:
-    """Up to four a row over the whole text width."""
-    with rc_context({**PAPER.settings("surfaces"), "font.size": 6.5, "axes.grid": True}):
-        rows, columns = _grid(len(surfaces.runs))
-        figure = Figure(figsize=(5.5, 1.75 * rows))
-        for place, (label, run) in enumerate(zip(surfaces.labels, surfaces.runs, strict=True)):
-            landscape: Any = run.landscape
-            axes = figure.add_subplot(rows, columns, place + 1, projection="3d")
-            draw_surface(axes, landscape, surfaces.scale)
-            axes.set_title(label, y=0.98, fontsize=8)
-        figure.subplots_adjust(0.01, 0.06, 0.97, 0.93, wspace=0.12)
-    return figure
-
-
-def contours_in_a_row(surfaces: Surfaces) -> Figure:
-    """Up to four a row, on one scale."""
-    with rc_context(PAPER.settings("contours")):
-        rows, columns = _grid(len(surfaces.runs))
-        figure = Figure(figsize=(5.5, 1.6 * rows), layout="constrained")
-        panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for axes in panels.flat[len(surfaces.runs) :]:
-            axes.set_visible(False)
-        for axes, label, run in zip(panels.flat, surfaces.labels, surfaces.runs, strict=False):
-            landscape: Any = run.landscape
-            draw_contours(axes, landscape, surfaces.scale, PAPER)
-            axes.set_title(label)
-    return figure
-
-
-def _grid(count: int) -> tuple[int, int]:
-    columns = min(count, 4)
-    return math.ceil(count / columns), columns
-
-
 def write_figures(settings: Sequence[Setting], folder: Path) -> list[Path]:
     """Every figure of a report, as files at paper quality."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -363,8 +273,9 @@ def write_figures(settings: Sequence[Setting], folder: Path) -> list[Path]:
     for setting in settings:
         pictures += pictures_of(setting, indices)
         if (surfaces := surfaces_of(setting)) is not None:
-            figures |= landscape_figures(setting, surfaces)
-    figures = {p.name: render(p, PAPER) for p in pictures} | figures
+            figures[_named("landscapes", setting)] = surfaces_in_a_row(surfaces)
+            figures[_named("contours", setting)] = contours_in_a_row(surfaces)
+    figures |= {picture.name: render(picture, PAPER) for picture in pictures}
     for name, figure in figures.items():
         save(figure, folder / name)
     return [folder / name for name in figures]

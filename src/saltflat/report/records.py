@@ -16,22 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from saltflat.landscape import Surface
+
 _DATA = ("name", "train_size", "image_size", "label_noise", "noise_seed")
 """What makes two data sets different ones; the rest is what is done to them."""
-
-
-@dataclass(frozen=True)
-class Landscape:
-    """The loss on a line or on a grid around a run's weights."""
-
-    x: NDArray[np.float64]
-    y: NDArray[np.float64] | None
-    """None: a line."""
-    losses: NDArray[np.float64]
-    """[x], or [y, x]; not a number where not yet known."""
-    marks: NDArray[np.float64]
-    """Places to show: the weights, or the way to them."""
-    provenance: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,10 @@ class Run:
     metrics: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
     """Empty until it is complete."""
-    landscape: Landscape | None
+    landscape: Surface | None
+    """Around its weights, on a grid."""
+    line: Surface | None
+    """Likewise, along a line."""
 
     @property
     def method(self) -> str:
@@ -152,7 +143,7 @@ def read_run(folder: Path) -> Run:
         _json(folder / "config.json"),
         [_parsed(line, path) for line in lines],
         _json(result) if result.exists() else {},
-        _landscape(folder / "landscape.npz"),
+        *(_surface(folder / f"{name}.npz") for name in ("landscape", "landscape_line")),
     )
 
 
@@ -278,20 +269,8 @@ def _home(setting: Setting, paths: list[Path]) -> str:
     return next((path.name for path in paths if path in first.parents), "single runs")
 
 
-def _landscape(path: Path) -> Landscape | None:
-    if not path.exists():
-        return None
-    try:
-        with np.load(path) as file:
-            return Landscape(
-                file["x"].astype(float),
-                file["y"].astype(float) if "y" in file else None,
-                file["losses"].astype(float),
-                file["marks"].astype(float) if "marks" in file else np.zeros((1, 2)),
-                json.loads(str(file["provenance"])),
-            )
-    except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is no landscape ({error}): make it anew") from error
+def _surface(path: Path) -> Surface | None:
+    return Surface.load(path) if path.exists() else None
 
 
 def _json(path: Path) -> Any:

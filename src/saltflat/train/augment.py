@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from saltflat.indexed import with_index
 from saltflat.train.config import DataConfig, require
-from saltflat.train.data import Data
+from saltflat.train.data import Data, Labelled
 
 ORDER, AUGMENT, MIX = range(3)
 """What a stream of random numbers is for."""
@@ -87,8 +87,15 @@ class TrainLoader:
 
 def test_batches(data: Data, batch_size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """The test images, centred and normalised, with their labels, in order."""
-    steps = [step.tolist() for step in torch.arange(len(data.test)).split(batch_size)]
-    return iter(_loader(data.test, steps, partial(plain_batch, data=data), workers))
+    return plain_batches(data, data.test, torch.arange(len(data.test)).split(batch_size), workers)
+
+
+def plain_batches(
+    data: Data, samples: Labelled, steps: Sequence[Tensor], workers: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples by their numbers, a batch for each step: centred, normalised, not augmented."""
+    numbers = [step.tolist() for step in steps]
+    return iter(_loader(samples, numbers, partial(plain_batch, data=data), workers))
 
 
 def _loader(

@@ -164,6 +164,8 @@ class Config:
     """None: a GPU if there is one."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
+    snapshot_every: int = 0
+    """Epochs between copies of the weights to keep, for the plane of the trajectory; 0: none."""
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where to log beside metrics.jsonl."""
 
@@ -177,4 +179,8 @@ class Config:
         require(
             self.checkpoint_every >= 1,
             f"checkpoint_every must be at least 1, got {self.checkpoint_every}",
+        )
+        require(
+            self.snapshot_every >= 0,
+            f"snapshot_every must be 0 or more, got {self.snapshot_every}",
         )

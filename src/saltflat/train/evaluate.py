@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from saltflat.sharpness import sam_sharpness
-from saltflat.train.augment import normalised, statistics, test_batches
-from saltflat.train.config import Config
+from saltflat.train.augment import normalised, plain_batches, statistics, test_batches
+from saltflat.train.config import Config, require
 from saltflat.train.data import Data
 
 
@@ -58,12 +58,24 @@ def accuracies(
     return {name: 100 * float(hits) / count for name, hits in right.items()}
 
 
+def training_batches(
+    data: Data, images: int, device: torch.device, *, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """A part of the training set as a test would see it: no augmentation, labels as trained on.
+
+    Args:
+        data: The images.
+        images: How many; all where there are fewer.
+        device: Where they stay, in batches of 256.
+        seed: Which ones, in which order: the same for every model.
+    """
+    require(images >= 1, f"images must be at least 1, got {images}")
+    # A stream of its own: by that of `noisy`, they would be the very samples with wrong labels.
+    order = np.random.default_rng([seed % 2**32, 1]).permutation(len(data.train))[:images]
+    batches = plain_batches(data, data.train, torch.from_numpy(order).split(256))
+    return [(x.to(device), y.to(device)) for x, y in batches]
+
+
 def training_sharpness(data: Data, model: nn.Module, device: torch.device) -> float:
-    """SAM's sharpness on training images without augmentation."""
-    batches, seen = [], 0
-    for x, y in test_batches(dataclasses.replace(data, test=data.train), 256):
-        batches.append((x.to(device), y.to(device)))
-        seen += len(y)
-        if seen >= 1024:
-            break
-    return sam_sharpness(model, cross_entropy, batches)
+    """SAM's sharpness on up to 1024 training images."""
+    return sam_sharpness(model, cross_entropy, training_batches(data, 1024, device))

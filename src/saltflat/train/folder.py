@@ -20,11 +20,9 @@ def check_folder(run: Path, config: Config) -> None:
     """
     if not (run / CONFIG).exists():
         return
-    theirs = read_json(run / CONFIG)
-    ours = json.loads(to_json(dataclasses.asdict(config)))
-    differing = [
-        f"{name} is {theirs.get(name)!r} there" for name in ours if theirs.get(name) != ours[name]
-    ]
+    ours, default = (json.loads(to_json(dataclasses.asdict(c))) for c in (config, Config()))
+    theirs = {**default, **read_json(run / CONFIG)}  # what it does not say was not there to say
+    differing = [f"{name} is {theirs[name]!r} there" for name in ours if theirs[name] != ours[name]]
     if differing:
         raise ValueError(
             f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"
@@ -39,7 +37,7 @@ def read_config(run: Path) -> Config:
     """
     path = run / CONFIG
     if not path.exists():
-        raise ValueError(f"{run} holds no run: there is no {CONFIG}")
+        raise ValueError(f"{run} holds no run: {_instead(run)}")
     values = read_json(path)
     try:
         data, method = DataConfig(**values.pop("data")), MethodConfig(**values.pop("method"))
@@ -49,3 +47,10 @@ def read_config(run: Path) -> Config:
         return Config(data=data, method=method, optimizer=OptimizerConfig(**optimizer), **values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run's config: {error}") from error
+
+
+def _instead(run: Path) -> str:
+    if not run.is_dir():
+        return "there is no such folder"
+    inside = sorted(str(path.parent) for path in run.glob(f"*/*/{CONFIG}"))  # as compare's has
+    return f"name those inside, as {inside[0]}" if inside else f"there is no {CONFIG}"

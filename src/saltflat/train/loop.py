@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from saltflat.train.augment import TrainLoader
-from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.checkpoint import load_checkpoint, save_snapshot
 from saltflat.train.config import Config
 from saltflat.train.data import load_data
 from saltflat.train.evaluate import TestSet, accuracies, training_sharpness
@@ -28,7 +28,7 @@ from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
 from saltflat.train.provenance import provenance, train_command
-from saltflat.train.state import build, device_of, fingerprint
+from saltflat.train.state import build, check_data, device_of
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong
@@ -100,8 +100,7 @@ def running(
     state, device = build(config, data, len(loader))
     check_folder(run, config)
     if (checkpoint := load_checkpoint(run)) is not None:
-        if checkpoint[1]["data"] != fingerprint(data):
-            raise ValueError(f"the data of {run} have changed since it was saved")
+        check_data(run, checkpoint[1], data)
         state.load(*checkpoint)
     metrics = read_metrics(run)[: state.epoch]
     if len(metrics) < state.epoch:
@@ -117,6 +116,8 @@ def running(
     with progress(config.epochs, len(loader), done, shown) as bar:
         while state.epoch < config.epochs:
             epoch = state.epoch
+            if config.snapshot_every and epoch % config.snapshot_every == 0 and state.step == 0:
+                save_snapshot(run, epoch, state.model.state_dict())
             state.training.set_epoch(epoch)
             state.model.train()
             begin = time.perf_counter()

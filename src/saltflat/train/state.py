@@ -94,6 +94,17 @@ def device_of(config: Config) -> torch.device:
     return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
+    """The model of a config, with random weights."""
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+    ).to(device)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
 def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
     """Model, optimizer, schedule and method, all checked against each other."""
     require(
@@ -102,14 +113,7 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
     )
     method = check_method(config.method)
     device = device_of(config)
-    model = build_model(
-        config.model,
-        num_classes=data.num_classes,
-        in_channels=data.in_channels,
-        image_size=data.image_size,
-    ).to(device)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    model = fresh_model(config, data, device)
     reason = why_plain(config, data, device)
     optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
@@ -158,6 +162,14 @@ def why_plain(config: Config, data: Data, device: torch.device) -> str | None:
     if store["path"] is not None or str(store["device"]).startswith("cpu"):
         return f"{config.method.name} stores outputs in host memory"
     return None
+
+
+def check_data(run: Path, state: dict[str, Any], data: Data) -> None:
+    """See to it that a run's saved state belongs to these data."""
+    require(
+        state["data"] == fingerprint(data),
+        f"the data of {run} have changed since it was saved: bring them back, or train anew",
+    )
 
 
 def fingerprint(data: Data) -> int:
