@@ -243,4 +243,4 @@ def test_a_page_without_landscapes_says_how_to_get_them(open_tab, tmp_path):
     tab = open_tab(folder)
     assert tab.page.locator("canvas").count() == 0
     said = tab.page.locator(".commands").inner_text()
-    assert f"saltflat landscape {folder / 'base' / 'seed0'}" in said and "--track-sharpness" in said
+    assert f"saltflat landscape {folder / 'base' / 'seed0'}" in said and "--track_sharpness" in said

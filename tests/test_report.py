@@ -209,7 +209,7 @@ def test_a_figure_of_the_paper_that_lacks_its_data_says_what_to_run(tmp_path):
     folder = write_comparison(tmp_path / "c")
     figures, missing = paper_figures(read_settings([folder]))
     assert sorted(figures) == ["figure1"]
-    assert any("--track-sharpness" in sentence for sentence in missing)
+    assert any("--track_sharpness" in sentence for sentence in missing)
     assert any(f"saltflat landscape {folder / 'base' / 'seed0'}" in s for s in missing)
     assert any("second model" in sentence for sentence in missing)
 

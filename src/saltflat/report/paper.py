@@ -54,7 +54,7 @@ def paper_figures(settings: Sequence[Setting]) -> tuple[dict[str, Figure], list[
     if (setting := next(tracked, None)) is not None:
         figures["figure4"] = _loss_and_sharpness(setting, indices_of(settings))
     else:
-        missing.append("figure 4 needs sharpness by epoch: train with --track-sharpness 1")
+        missing.append("figure 4 needs sharpness by epoch: train with --track_sharpness 1")
     shown = [found for setting in settings if (found := surfaces_of(setting)) is not None]
     for name, found in zip(("figure2", "figure5"), shown, strict=False):
         figures[name] = surfaces_in_a_row(found)
