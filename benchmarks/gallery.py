@@ -1,6 +1,6 @@
 """Make docs/gallery.md and its pictures, and the README's picture of the page, from recorded runs.
 
-    python benchmarks/gallery.py runs/demo [runs/other ...]
+python benchmarks/gallery.py runs/demo [runs/other ...]
 """
 
 from __future__ import annotations

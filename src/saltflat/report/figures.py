@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,8 +20,6 @@ from saltflat.report.style import DASHES, MARKERS, PAPER, Style
 
 Indices = Mapping[str, int]
 """A method's place among all of a report, from which its colour, dash and marker follow."""
-
-
 _STEPS = (1, 2, 5, 10)
 """Between numbers on an axis."""
 
@@ -56,13 +54,13 @@ def accuracy_speed(rows: Sequence[Mapping[str, Any]], path: Path) -> Figure:
     return figure
 
 
-class Point(tuple[float, float, float, float]):
-    """A method's speed, its accuracy, and the ends of the accuracy's interval."""
+class Point(NamedTuple):
+    """A method's speed and accuracy, with the ends of the accuracy's interval."""
 
-    __slots__ = ()
-
-    def __new__(cls, speed: float, accuracy: float, low: float, high: float) -> Point:
-        return super().__new__(cls, (speed, accuracy, low, high))
+    speed: float
+    accuracy: float
+    low: float
+    high: float
 
 
 def draw_points(
@@ -100,16 +98,18 @@ def _name_points(axes: Axes, lines: Mapping[str, Any], indices: Indices, style: 
     points = [point for method in lines.values() for point in method]
     taken = [
         Bbox.from_extents(x - 4, low - 4, x + 4, high + 4)
-        for speed, _, bottom, top in points
-        for (x, low), (_, high) in [axes.transData.transform([(speed, bottom), (speed, top)])]
+        for point in points
+        for (x, low), (_, high) in [
+            axes.transData.transform([(point.speed, point.low), (point.speed, point.high)])
+        ]
     ]
     step = style.font
     for label, method in lines.items():
-        speed, accuracy, *_ = max(method)
+        fastest = max(method)
         for side, up in product((1, -1), (0, step, -step, 2 * step, -2 * step)):
             text = axes.annotate(
                 label,
-                (speed, accuracy),
+                (fastest.speed, fastest.accuracy),
                 (7 * side, up),
                 textcoords="offset points",
                 ha="left" if side > 0 else "right",

@@ -96,12 +96,7 @@ def page(settings: list[Setting], command: str) -> str:
         options=options(settings),
         command=command,
         source=lambda name: Markup(_source(name)),
-        tracked=any(
-            line.get("sharpness") is not None
-            for s in settings
-            for r in s.runs
-            for line in r.metrics
-        ),
+        tracked=any(len(m.curve("sharpness").x) for setting in settings for m in setting.methods),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -257,8 +257,6 @@ def _distinct_names(settings: list[Setting], paths: list[Path]) -> list[Setting]
     names = [setting.name for setting in settings]
     if len(set(names)) == len(names):
         return settings
-    from dataclasses import replace
-
     return [
         replace(setting, name=f"{setting.name} ({_home(setting, paths)})") for setting in settings
     ]
