@@ -1,5 +1,5 @@
-# make demo   set up what is missing, then compare SGD, SAM, SAF and MESA on scikit-learn's digits
-# make test   set up what is missing, then lint and run every test
+# make demo   set up what is missing, then compare SGD, SAM, SAF and MESA on scikit-learn's digits and make a page of it
+# make test   set up what is missing, a browser too, then lint and run every test
 # make lint   ruff and mypy alone
 # make clean  remove the set-up
 
@@ -12,12 +12,18 @@ EXTRAS := train,report
 # One thread a worker: the nets are small and the workers many.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint setup clean
+# Of each method the first seed; coarse, so that a CPU takes seconds.
+DEMO := runs/demo
+LANDSCAPES := $(foreach method,base sam saf mesa,$(DEMO)/$(method)/seed0) --points 31 --images 128
+
+.PHONY: demo test lint setup browser clean
 
 demo: $(READY)
-	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods "[base,sam,saf,mesa]" --jobs 2 --out runs/demo
+	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods "[base,sam,saf,mesa]" --jobs 2 --out $(DEMO)
+	$(BIN)/saltflat landscape $(LANDSCAPES)
+	$(BIN)/saltflat report $(DEMO) -o $(DEMO)/report.html
 
-test: lint
+test: lint browser
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto
 
 lint: $(READY)
@@ -25,7 +31,17 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-setup: $(READY)
+setup: $(READY) browser
+
+# The tests open pages in it. CHROMIUM says where it is, if that is no usual place.
+browser:
+	@for name in "$${CHROMIUM:-chromium}" chromium-browser google-chrome google-chrome-stable; do \
+	  if command -v "$$name" >/dev/null; then exit 0; fi; \
+	done; \
+	echo "set-up: install Chromium"; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
+	  && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; then exit 0; fi; \
+	echo "the tests need Chromium: install it (apt install chromium), or set CHROMIUM=PATH" >&2; exit 1
 
 # $(call step,what,command): say what is done, and which step it was if it fails.
 step = @echo "set-up: $(1)"; $(2) || { echo "set-up failed: $(1)" >&2; exit 1; }

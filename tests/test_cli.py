@@ -1,8 +1,9 @@
 import json
+import sys
 
 import pytest
 
-from saltflat.cli import main
+from saltflat.cli import EXAMPLES, main
 from saltflat.train.methods import METHODS
 
 SMALL = ["--data.train_size=128", "--data.batch_size=32", "--epochs=2"]
@@ -39,6 +40,24 @@ def test_compare_prints_a_table_and_a_verdict(tmp_path, capsys):
     assert "comparing base, sam on digits, 128 training images" in said
     assert "accuracy, last epoch" in said
     assert "sam: " in said and "95 % interval" in said
+    assert said.splitlines()[-1] == f"page: {tmp_path / 'report.html'}"
+    page = (tmp_path / "report.html").read_text()
+    assert "saltflat compare --data.train_size=128" in page
+    assert "saltflat train --data.train_size=128 --data.batch_size=32" in page
+    mean = json.loads((tmp_path / "summary.json").read_text())["rows"][1]["accuracy"]["mean"]
+    assert f'data-name="accuracy" data-title="accuracy, %" data-value="{mean}"' in page
+
+
+def test_compare_without_the_report_extra_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("saltflat.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("saltflat.train.compare.compare", lambda *args, **kwargs: [])
+    monkeypatch.setattr("saltflat.cli._print", lambda lines: None)
+    monkeypatch.setattr("saltflat.train.compare.verdicts", lambda rows: [])
+    main(["compare", "--methods=[base]", f"--out={tmp_path}"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no page") and "pip install 'saltflat[report]'" in last
 
 
 SYNTHETIC = ["--data.name=synthetic:8:4:64", "--data.batch_size=32"]
@@ -142,9 +161,7 @@ def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "compare", "sharpness", "bench", "methods", "models", "recipes"]
-)
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

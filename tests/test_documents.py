@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from problems import CLASSES, SAMPLES, dataset, network
+from records import write_comparison
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -44,7 +45,38 @@ def test_the_readmes_loops_run_as_they_stand(block):
         assert term.memory.num_samples == SAMPLES
 
 
+def test_the_landscape_guides_code_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "guides" / "landscapes.md").read_text()
+    x, y = dataset().tensors
+    exec(
+        re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {"model": network(), "x": x, "y": y}
+    )
+    assert capsys.readouterr().out.startswith("(11, 11) ")
+    assert (tmp_path / "landscape.npz").exists()
+
+
 CARDS = {path.stem: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")}
+
+
+def test_the_report_guides_code_runs_as_it_stands(tmp_path, monkeypatch):
+    guide = (ROOT / "docs" / "guides" / "report.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    write_comparison(tmp_path / "runs" / "compare")
+    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {})
+    assert "Training loss" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "figures" / "training_loss_small_cnn.pdf").exists()
+
+
+def test_every_picture_of_the_documents_is_there_and_light():
+    pictures = [
+        path.parent / name
+        for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", path.read_text())
+    ]
+    assert len(pictures) > 5
+    for picture in pictures:
+        assert 2_000 < picture.stat().st_size < 300_000
 
 
 def test_every_method_of_the_family_has_a_card():

@@ -55,7 +55,7 @@ def test_the_images_are_a_seeded_part_of_the_training_set(tmp_path):
     everything = replace(data, test=data.train)
     ((images, labels),) = plain_batches_of_the_test_set(everything, 96)
     for seed in (0, 1):
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(96))
+        order = torch.from_numpy(np.random.default_rng([seed, 1]).permutation(96))
         for count in (1, 40, 96, 1000):
             ((x, y),) = opened.batches(count, seed=seed)
             assert torch.equal(x, images[order[:count]]) and torch.equal(y, labels[order[:count]])
@@ -95,3 +95,13 @@ def test_data_that_changed_are_noticed(tmp_path):
     np.savez(file, x_train=x[::-1], y_train=y, x_test=x, y_test=y)
     with pytest.raises(ValueError, match="have changed since it was saved: bring them back"):
         open_run(tmp_path / "run")
+
+
+def test_the_images_are_not_those_with_wrong_labels():
+    clean, noisy = (load_data(DataConfig(label_noise=share)) for share in (0.0, 0.2))
+    wrong = {tuple(image.flatten().tolist()) for image in noisy.train.images[
+        clean.train.labels != noisy.train.labels]}  # fmt: skip
+    assert len(wrong) == 200
+    batches = training_batches(replace(noisy, mean=(0.0,), std=(1.0,)), 200, torch.device("cpu"))
+    taken = [tuple(image.flatten().tolist()) for x, _ in batches for image in x]
+    assert 20 < sum(image in wrong for image in taken) < 60

@@ -21,6 +21,8 @@ EXAMPLES = {
     "compare": "saltflat compare --config recipes/digits_noisy.yaml --methods [base,saf,mesa]",
     "sharpness": "saltflat sharpness runs/saf runs/base --measures [sam,eigenvalues]",
     "bench": "saltflat bench --data.name synthetic:32:100 --model cifar_resnet18",
+    "landscape": "saltflat landscape runs/base runs/saf --figures pictures",
+    "report": "saltflat report runs/compare -o report.html --figures figures",
     "methods": "saltflat methods",
     "models": "saltflat models",
     "recipes": "saltflat recipes",
@@ -102,6 +104,34 @@ class SharpnessOptions:
     """A file for everything as JSON; a spectrum is only there."""
 
 
+@dataclass(frozen=True)
+class LandscapeOptions:
+    """What of the loss is shown."""
+
+    mode: Literal["plane", "line", "between", "trajectory"] = "plane"
+    """plane or line: along random directions, the same for every run; between: the line from the
+    first of two runs to the second; trajectory: the plane of a run's snapshots."""
+    points: int = 100
+    """Along an axis."""
+    span: float = 1.0
+    """How far: 1 is each filter's own length, or from run to run, or around the trajectory."""
+    seed: int = 0
+    """Of the random directions."""
+    images: int = 1000
+    """Of the training set, without augmentation."""
+    batchnorm: Literal["eval", "batch"] | None = None
+    """Statistics: eval, the model's own; batch, those of every 256 images. Unless said, eval, and
+    batch for a trajectory."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """auto: bf16 on a GPU that has it, if the losses agree."""
+    device: str | None = None
+    """Unless said, where the run was trained."""
+    out: str | None = None
+    """A file for one surface, instead of landscape.npz in the run's folder."""
+    figures: str | None = None
+    """A folder for pictures of all, on one scale, as PNG and SVG."""
+
+
 class _Parser(ArgumentParser):
     """One line and exit code 2 for a bad option, with the nearest known one."""
 
@@ -167,6 +197,8 @@ def _parser() -> _Parser:
         "compare": ("Train with several methods and compare them.", CompareOptions),
         "sharpness": ("Measure how flat the minima of recorded runs are.", SharpnessOptions),
         "bench": ("Measure what a training step costs with several methods.", BenchOptions),
+        "landscape": ("Show the loss around the weights of runs.", LandscapeOptions),
+        "report": ("Make one page of recorded runs.", None),
         "methods": ("List the methods.", None),
         "models": ("List the models.", None),
         "recipes": ("List the recipes and the paper's figures.", None),
@@ -176,14 +208,24 @@ def _parser() -> _Parser:
         )
         if options is not None:
             command.add_argument("--config", action="config", help="A YAML file of options.")
-            if options is SharpnessOptions:
-                command.add_argument("runs", nargs="*", help="Folders of recorded runs.")
+            if options in (SharpnessOptions, LandscapeOptions):
+                command.add_argument("runs", nargs="+", help="Folders of recorded runs.")
             else:
                 command.add_class_arguments(Config)
             command.add_class_arguments(options)
             _Parser.options.update(s for a in command._actions for s in a.option_strings)
+        if name == "report":
+            _add_report(command)
         commands.add_subcommand(name, command, help=description)
     return parser
+
+
+def _add_report(command: _Parser) -> None:
+    add = command.add_argument
+    add("runs", nargs="*", type=str, help="Folders of runs, or of comparisons.")
+    add("-o", "--out", type=str, default="report.html", help="The page.")
+    add("--figures", type=str | None, help="A folder for every figure as .svg, .pdf and .png.")
+    add("--paper", action="store_true", help="With --figures: the paper's figures too.")
 
 
 def _split(options: Namespace, kind: type[Any]) -> tuple[Any, Any]:
@@ -253,12 +295,19 @@ def _train(options: Namespace) -> None:
 def _compare(options: Namespace) -> None:
     from saltflat.train import Interrupted
     from saltflat.train.compare import compare, describe, table, verdicts
+    from saltflat.train.provenance import command
 
     config, own = _split(options, CompareOptions)
     methods = _chosen(config, own)
     print(f"comparing {', '.join(own.methods)} on {describe(config)}, {own.seeds} seeds")
     try:
-        rows = compare(config, methods, own.out, seeds=own.seeds, jobs=own.jobs, budget=own.budget)
+        rows = compare(
+            *(config, methods, own.out),
+            seeds=own.seeds,
+            jobs=own.jobs,
+            budget=own.budget,
+            command=command("saltflat", *options.arguments),
+        )
     except (Interrupted, KeyboardInterrupt):
         print("stopped and saved; the same command goes on where it stopped")
         sys.exit(130)
@@ -266,6 +315,38 @@ def _compare(options: Namespace) -> None:
     for sentence in verdicts(rows):
         print(sentence)
     print(f"95 % intervals by Student's t over {own.seeds} seeds; written to {own.out}")
+    page = Path(own.out) / "report.html"
+    try:
+        _write_page([own.out], page)
+    except ImportError as error:
+        print(f"no page to look at: {error}")
+
+
+def _report(options: Namespace) -> None:
+    if options.paper and options.figures is None:
+        raise ValueError("--paper makes files: say with --figures DIR where they go")
+    settings = _write_page(options.runs, Path(options.out))
+    if options.figures is None:
+        return
+    from saltflat.report.paper import write_paper
+    from saltflat.report.pictures import write_figures
+
+    folder = Path(options.figures)
+    missing = write_paper(settings, folder) if options.paper else []
+    write_figures(settings, folder)
+    for sentence in missing:
+        print(sentence)
+    print(f"figures: {folder}")
+
+
+def _write_page(runs: list[str], page: Path) -> list[Any]:
+    from saltflat.report.page import write_page
+    from saltflat.report.records import read_settings
+
+    settings = read_settings(runs)
+    write_page(settings, page, shlex.join(["saltflat", "report", *runs, "-o", str(page)]))
+    print(f"page: {page}")
+    return settings
 
 
 def _sharpness(options: Namespace) -> None:
@@ -349,6 +430,83 @@ def _plan(numbers: dict[str, float]) -> None:
     print(f"{advice(plan)}. Computed, not measured: see docs/guides/distributed.md")
 
 
+def _landscape(options: Namespace) -> None:
+    from torch.nn.functional import cross_entropy
+
+    from saltflat.landscape import loss_surface
+    from saltflat.landscape._progress import TimeLeft
+    from saltflat.train.provenance import command, provenance
+    from saltflat.train.runs import open_run
+
+    own = LandscapeOptions(**{f.name: options[f.name] for f in fields(LandscapeOptions)})
+    if own.figures is not None:  # now, so that what is missing is missed before the work
+        from saltflat.landscape.plot import draw
+    runs = [open_run(folder, device=own.device) for folder in options.runs]
+    if own.mode == "between" and (len(runs) != 2 or runs[0].config.model != runs[1].config.model):
+        found = ", ".join(f"{run.folder} of {run.config.model}" for run in runs)
+        raise ValueError(f"between is for two runs of one model, got {found}")
+    shown = runs[:1] if own.mode == "between" else runs
+    if own.out is not None and len(shown) > 1:
+        raise ValueError(f"--out is for one surface, and there are {len(shown)}: leave it out")
+    batchnorm = own.batchnorm or ("batch" if own.mode == "trajectory" else "eval")
+    surfaces = {}
+    for run in shown:
+        ends = runs if own.mode == "between" else [run]
+        title = " to ".join(f"{one.config.method.name}, seed {one.config.seed}" for one in ends)
+        title = f"{title} ({run.folder})" if title in surfaces else title
+        path = Path(own.out) if own.out else run.folder / _surface_name(own.mode, runs)
+        facts = {
+            "title": title,
+            "model": run.config.model,
+            "epochs": run.epochs,
+            **provenance(command("saltflat", *options.arguments), run.device),
+        }
+        try:
+            surfaces[title] = surface = loss_surface(
+                run.model,
+                cross_entropy,
+                run.batches(own.images),
+                points=own.points,
+                span=own.span,
+                directions=_directions(own, runs, run),
+                batchnorm=batchnorm,
+                precision=own.precision,
+                path=path,
+                facts=facts,
+                progress=TimeLeft(title),
+            )
+        except KeyboardInterrupt:
+            print("stopped and saved; the same command goes on where it stopped")
+            raise
+        about = surface.provenance
+        print(
+            f"{path}: loss {about['origin_loss']:.4g} at the weights, {surface.losses.min():.4g} "
+            f"to {surface.losses.max():.4g} around; {about['seconds']:.1f} s, {about['how']}"
+        )
+    if own.figures is not None:
+        for picture in draw(surfaces, Path(own.figures), f"landscape_{own.mode}"):
+            print(picture)
+
+
+def _surface_name(mode: str, runs: list[Any]) -> str:
+    """The file of a surface in a run's folder; the report reads that of a plane."""
+    if mode == "between":
+        return f"landscape_to_{runs[1].config.method.name}_seed{runs[1].config.seed}.npz"
+    return "landscape.npz" if mode == "plane" else f"landscape_{mode}.npz"
+
+
+def _directions(own: LandscapeOptions, runs: list[Any], run: Any) -> Any:
+    from saltflat.landscape import line_between, random_directions, trajectory_plane
+    from saltflat.train.checkpoint import load_snapshots
+
+    if own.mode == "between":
+        return line_between(*(one.model for one in runs))
+    if own.mode == "trajectory":
+        kept = load_snapshots(run.folder)
+        return trajectory_plane(run.model, [kept[epoch] for epoch in kept if epoch < run.epochs])
+    return random_directions(run.model, seed=own.seed, count=2 if own.mode == "plane" else 1)
+
+
 def _methods(_: Namespace) -> None:
     from saltflat.train.methods import METHODS
 
@@ -391,6 +549,8 @@ _COMMANDS = {
     "compare": _compare,
     "sharpness": _sharpness,
     "bench": _bench,
+    "landscape": _landscape,
+    "report": _report,
     "methods": _methods,
     "models": _models,
     "recipes": _recipes,

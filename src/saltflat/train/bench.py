@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from saltflat._capture import tuned
 from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data
-from saltflat.train.fast import build_steps, own_stream, tuned
+from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import markdown, to_json, write_text
 from saltflat.train.provenance import without_folders
 from saltflat.train.state import State, build, device_of

@@ -96,6 +96,21 @@ def load_checkpoint(run: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         raise CheckpointError(f"checkpoint {newest} is damaged ({error}): {remedy}") from error
 
 
+def save_snapshot(run: Path, epoch: int, weights: dict[str, Tensor]) -> None:
+    """Keep the weights with which an epoch begins, for good, in `run/snapshots`."""
+    path = run / "snapshots" / f"{epoch:05d}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(_unshared(weights), partial)
+    partial.rename(path)
+
+
+def load_snapshots(run: Path) -> dict[int, dict[str, Tensor]]:
+    """The kept weights, by the epoch that they begin, in order."""
+    paths = sorted((run / "snapshots").glob("*.safetensors"))
+    return {int(path.stem): load_file(path) for path in paths}
+
+
 def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """As safetensors wants them: contiguous, and tied ones each with a storage of its own."""
     unshared, seen = {}, set()

@@ -26,6 +26,7 @@ from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import RESULT, check_folder
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
+from saltflat.train.provenance import provenance
 from saltflat.train.state import device_of
 from saltflat.train.statistics import Interval, interval, paired, verdict
 from saltflat.train.together import fit_together
@@ -66,6 +67,7 @@ def compare(
     seeds: int = 3,
     jobs: int = 1,
     budget: Literal["epochs", "time"] = "epochs",
+    command: str = "",
     say: Callable[[str], None] = print,
 ) -> list[Row]:
     """Train every method with every seed and sum it up.
@@ -77,6 +79,7 @@ def compare(
         seeds: How many, from the config's own.
         jobs: How many runs at once: each in a process of its own, or on a GPU on its own stream.
         budget: "time": a method slower than the base trains for as many epochs fewer.
+        command: The one that was given, for the record.
         say: Told a line about each run.
 
     Returns:
@@ -122,7 +125,7 @@ def compare(
     open_runs = [run for run in runs if not (run[1] / RESULT).exists()]
     _run_all(open_runs, jobs, threads, len(runs), say)
     rows = _rows(folder, configs, speeds, numbers)
-    _write(folder, config, rows)
+    _write(folder, config, rows, provenance(command, device_of(config)))
     return rows
 
 
@@ -221,8 +224,9 @@ def _rows(folder: Path, configs: dict[str, Config], speeds: Speeds, seeds: range
     return rows
 
 
-def _write(folder: Path, config: Config, rows: list[Row]) -> None:
+def _write(folder: Path, config: Config, rows: list[Row], facts: dict[str, str]) -> None:
     summary = {
+        "provenance": facts,
         "config": dataclasses.asdict(config),
         "rows": [dataclasses.asdict(row) for row in rows],
         "verdicts": verdicts(rows),

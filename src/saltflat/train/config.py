@@ -166,6 +166,8 @@ class Config:
     """Epochs between checkpoints."""
     track_sharpness: int = 0
     """Epochs between measurements of SAM's sharpness on 1024 training images; 0: none."""
+    snapshot_every: int = 0
+    """Epochs between copies of the weights to keep, for the plane of the trajectory; 0: none."""
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where to log beside metrics.jsonl."""
 
@@ -183,4 +185,8 @@ class Config:
         require(
             self.track_sharpness >= 0,
             f"track_sharpness must be 0 or more, got {self.track_sharpness}",
+        )
+        require(
+            self.snapshot_every >= 0,
+            f"snapshot_every must be 0 or more, got {self.snapshot_every}",
         )

@@ -70,7 +70,8 @@ def training_batches(
         seed: Which ones, in which order: the same for every model.
     """
     require(images >= 1, f"images must be at least 1, got {images}")
-    order = np.random.default_rng(seed % 2**32).permutation(len(data.train))[:images]
+    # A stream of its own: by that of `noisy`, they would be the very samples with wrong labels.
+    order = np.random.default_rng([seed % 2**32, 1]).permutation(len(data.train))[:images]
     batches = plain_batches(data, data.train, torch.from_numpy(order).split(256))
     return [(x.to(device), y.to(device)) for x, y in batches]
 

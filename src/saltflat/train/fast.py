@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from saltflat._capture import Replay, record, tuned
 from saltflat.train.augment import Batch, Draws, TrainLoader, augmented, statistics
 from saltflat.train.config import Config
 from saltflat.train.data import Data
 from saltflat.train.state import State
 from saltflat.train.step import Steps, build_step, plain_steps
 
-Replay = Callable[[], None]
 _WARM_UP = 3
 """Steps of a kind before it is recorded."""
 
@@ -50,17 +50,6 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
-
-
-@contextmanager
-def tuned() -> Iterator[None]:
-    """Let cuDNN choose by trying what it has not chosen yet: every step has the same shapes."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 class _Recorded:
@@ -122,19 +111,6 @@ class _Recorded:
         self._step(Batch(index, images, self._labels[index], None))
         state.training.after_step(state.model)
         self._at += len(self._at)
-
-
-def record(body: Callable[[], None], pool: Any) -> Replay:
-    """Capture what a function does to tensors; nothing is done to them yet.
-
-    Raises:
-        RuntimeError: If the function does what cannot be captured, as waiting for the GPU.
-    """
-    graph = torch.cuda.CUDAGraph()
-    # Another run's loader may do in its thread what is not allowed in this one.
-    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), "thread_local"):
-        body()
-    return graph.replay
 
 
 def _say(reason: str) -> None:

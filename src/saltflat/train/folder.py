@@ -20,11 +20,9 @@ def check_folder(run: Path, config: Config) -> None:
     """
     if not (run / CONFIG).exists():
         return
-    theirs = read_json(run / CONFIG)
-    ours = json.loads(to_json(dataclasses.asdict(config)))
-    differing = [
-        f"{name} is {theirs.get(name)!r} there" for name in ours if theirs.get(name) != ours[name]
-    ]
+    ours, default = (json.loads(to_json(dataclasses.asdict(c))) for c in (config, Config()))
+    theirs = {**default, **read_json(run / CONFIG)}  # what it does not say was not there to say
+    differing = [f"{name} is {theirs[name]!r} there" for name in ours if theirs[name] != ours[name]]
     if differing:
         raise ValueError(
             f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"

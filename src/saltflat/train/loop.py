@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from saltflat.train.augment import TrainLoader
-from saltflat.train.checkpoint import load_checkpoint
+from saltflat.train.checkpoint import load_checkpoint, save_snapshot
 from saltflat.train.config import Config
 from saltflat.train.data import load_data
 from saltflat.train.evaluate import TestSet, TrainingSharpness, accuracies
@@ -27,6 +27,7 @@ from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder
 from saltflat.train.log import build_trackers, progress, read_metrics, write_metrics
+from saltflat.train.provenance import provenance, train_command
 from saltflat.train.state import build, check_data, device_of
 
 
@@ -115,6 +116,8 @@ def running(
     with progress(config.epochs, len(loader), done, shown) as bar:
         while state.epoch < config.epochs:
             epoch = state.epoch
+            if config.snapshot_every and epoch % config.snapshot_every == 0 and state.step == 0:
+                save_snapshot(run, epoch, state.model.state_dict())
             state.training.set_epoch(epoch)
             state.model.train()
             begin = time.perf_counter()
@@ -158,7 +161,8 @@ def running(
         sharpness=sharpness(state.model),
         diverged=last["loss"] is None,
     )
-    write_text(run / RESULT, to_json(dataclasses.asdict(result)))
+    facts = provenance(train_command(config), device)
+    write_text(run / RESULT, to_json({**dataclasses.asdict(result), **facts}))
     return result
 
 

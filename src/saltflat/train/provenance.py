@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from saltflat import __version__
+from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerConfig
 
 
 def provenance(command: str, device: torch.device) -> dict[str, str]:
@@ -48,6 +51,27 @@ def command(*words: str) -> str:
         at = line.index("--out")
         del line[at : at + 2]
     return shlex.join(without_folders(word) for word in line if not word.startswith("--out="))
+
+
+def train_command(config: Config) -> str:
+    """The command of a run: every option that is not the default.
+
+    Example:
+        >>> train_command(Config(DataConfig(train_size=100), epochs=3))
+        'saltflat train --data.train_size=100 --epochs=3'
+    """
+    words = []
+    for field in fields(config):
+        value, default = getattr(config, field.name), getattr(Config(), field.name)
+        if isinstance(value, DataConfig | OptimizerConfig | MethodConfig):
+            parts = {f"{field.name}.{f.name}": f.name for f in fields(value)}
+        else:
+            parts, value, default = {field.name: field.name}, config, Config()
+        for option, name in parts.items():
+            if (given := getattr(value, name)) != getattr(default, name):
+                text = given if isinstance(given, str) else json.dumps(given)
+                words.append(f"--{option}={without_folders(text)}")
+    return shlex.join(["saltflat", "train", *words])
 
 
 def without_folders(word: str) -> str:

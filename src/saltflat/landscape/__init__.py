@@ -1,0 +1,18 @@
+"""Pictures of the loss around trained weights."""
+
+from saltflat.landscape.directions import (
+    Directions,
+    line_between,
+    random_directions,
+    trajectory_plane,
+)
+from saltflat.landscape.surface import Surface, loss_surface
+
+__all__ = [
+    "Directions",
+    "Surface",
+    "line_between",
+    "loss_surface",
+    "random_directions",
+    "trajectory_plane",
+]

@@ -1,0 +1,187 @@
+"""Pictures of surfaces, side by side on one scale; all that needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from saltflat.landscape.scale import Scale, common_scale
+from saltflat.landscape.surface import Surface
+
+try:
+    from matplotlib import colormaps, rcParams
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("pictures need: pip install 'saltflat[report]'") from error
+
+_COLUMNS = 4
+_STYLES = ("-", "--", "-.", ":")
+
+
+def draw(surfaces: Mapping[str, Surface], folder: Path, name: str = "landscape") -> list[Path]:
+    """Draw all that surfaces allow, as PNG and SVG.
+
+    Args:
+        surfaces: By their titles; all lines, or all grids.
+        folder: Where the pictures go.
+        name: What their names begin with.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: If a surface is not complete, or lines and grids are mixed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if all(surface.y is not None for surface in surfaces.values()):
+        figures = {"contours": contours(surfaces), "surfaces": surfaces_3d(surfaces)}
+    else:
+        figures = {"lines": lines(surfaces)}
+    paths = []
+    for kind, figure in figures.items():
+        for suffix in (".png", ".svg"):
+            paths.append(folder / f"{name}_{kind}{suffix}")
+            figure.savefig(paths[-1], dpi=200)
+    return paths
+
+
+def contours(surfaces: Mapping[str, Surface]) -> Figure:
+    """Lines of equal loss, of each grid; a cross at the weights, or the way to them."""
+    scale = common_scale(_losses(surfaces, 2))
+    figure, panels = _panels(surfaces, height=3.0)
+    for axes, surface in zip(panels, surfaces.values(), strict=True):
+        draw_contours(axes, surface, scale)
+        axes.tick_params(labelsize=7)
+        _name_axes(axes, surface)
+    return figure
+
+
+def surfaces_3d(surfaces: Mapping[str, Surface]) -> Figure:
+    """Each grid as a surface in space, cut where the scale ends."""
+    scale = common_scale(_losses(surfaces, 2))
+    figure, panels = _panels(surfaces, height=3.4, projection="3d")
+    for axes, surface in zip(panels, surfaces.values(), strict=True):
+        draw_surface(axes, surface, scale)
+        axes.set_zlabel("loss", fontsize=8, labelpad=-6)
+        axes.tick_params(labelsize=6, pad=-3)
+        axes.set_box_aspect((1, 1, 0.8), zoom=0.82)  # room for the labels
+        _name_axes(axes, surface)
+        axes.xaxis.labelpad = axes.yaxis.labelpad = -8
+    return figure
+
+
+def colors() -> ListedColormap:
+    """Of losses: from deep blue to pale sand, evenly lighter, so that grey is enough to read it."""
+    return ListedColormap(colormaps["YlGnBu_r"](np.linspace(0.04, 0.93, 256)))
+
+
+def draw_contours(axes: Axes, surface: Surface, scale: Scale) -> None:
+    """One grid's lines of equal loss; nothing where the loss is above the scale."""
+    levels = np.array(scale.levels)
+    middles = np.sqrt(np.concatenate([levels[:1], levels[:-1]]) * levels)
+    place = (surface.x, surface.y, np.ma.masked_invalid(surface.losses))
+    axes.contourf(
+        *place,
+        levels=[min(scale.bottom, levels[0] - 1e-9), *levels],
+        colors=colors()(scale.shade(middles)),
+    ).set_edgecolor("face")  # or a viewer may show seams
+    drawn = axes.contour(*place, levels=scale.levels, colors="#10202c", linewidths=0.45)
+    size = float(rcParams["font.size"])
+    axes.clabel(drawn, levels[:-1][::-3], fontsize=size * 0.72, fmt="%g")
+    axes.plot(*surface.marks.T, ".-", color="white", linewidth=0.8, markersize=2)
+    axes.plot(*surface.marks[-1], "+", color="white", markersize=size * 0.7)
+    axes.set_box_aspect(1)
+    axes.grid(visible=False)
+
+
+def draw_surface(axes: Any, surface: Surface, scale: Scale) -> None:
+    """One grid in space, with a level rim where it is cut."""
+    losses = np.nan_to_num(surface.losses, nan=np.inf)
+    near = sliding_window_view(np.pad(losses, 1, constant_values=np.inf), (3, 3)).min((2, 3))
+    cut = np.where(near <= scale.top, np.minimum(losses, scale.top), np.nan)
+    axes.plot_surface(
+        *np.meshgrid(surface.x, _rows(surface)),
+        cut,
+        facecolors=colors()(scale.shade(cut)),
+        rcount=len(_rows(surface)),
+        ccount=len(surface.x),
+        linewidth=0,
+        antialiased=False,
+        rasterized=True,  # ten thousand polygons would make the SVG too heavy to open
+    )
+    axes.set_zlim(scale.bottom, scale.top)
+    axes.view_init(elev=36, azim=-52)
+
+
+def lines(surfaces: Mapping[str, Surface]) -> Figure:
+    """The losses along lines, in one picture; dots at the models themselves."""
+    losses = _losses(surfaces, 1)
+    finite = np.concatenate([found[np.isfinite(found)] for found in losses])
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for number, (title, surface) in enumerate(surfaces.items()):
+        style = _STYLES[number % len(_STYLES)]
+        (drawn,) = axes.plot(surface.x, surface.losses, style, label=title)
+        at = surface.marks[:, 0]
+        axes.plot(at, np.interp(at, surface.x, surface.losses), "o", color=drawn.get_color())
+    if finite.size and finite.min() > 0 and finite.max() > 30 * finite.min():
+        axes.set_yscale("log")
+    axes.set_ylabel("loss")
+    _name_axes(axes, next(iter(surfaces.values())))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _losses(surfaces: Mapping[str, Surface], dimensions: int) -> list[np.ndarray]:
+    """Those of complete surfaces of so many dimensions."""
+    for title, surface in surfaces.items():
+        if surface.losses.ndim != dimensions:
+            raise ValueError(f"{title}: lines and grids do not fit in one picture, draw them apart")
+        if not surface.complete:
+            raise ValueError(
+                f"{title} has {surface.done} of {surface.losses.size} places: finish it first"
+            )
+    return [surface.losses for surface in surfaces.values()]
+
+
+def _panels(
+    surfaces: Mapping[str, Surface], *, height: float, **how: Any
+) -> tuple[Figure, list[Any]]:
+    """A figure with a place for each surface, under its title."""
+    columns = min(len(surfaces), _COLUMNS)
+    rows = -(-len(surfaces) // columns)
+    figure = Figure(figsize=(3.2 * columns, height * rows), layout="constrained")
+    panels = []
+    for number, title in enumerate(surfaces, start=1):
+        panels.append(figure.add_subplot(rows, columns, number, **how))
+        panels[-1].set_title(title, fontsize=9)
+    return figure, panels
+
+
+def _rows(surface: Surface) -> np.ndarray:
+    assert surface.y is not None  # as _losses has seen
+    return surface.y
+
+
+def _name_axes(axes: Any, surface: Surface) -> None:
+    """Say what the coordinates are."""
+    kind = surface.provenance["settings"]["kind"]
+    names = {
+        "random": ["first random direction", "second random direction"],
+        "between": ["from the first run (0) to the second (1)"],
+        "trajectory": ["first principal component", "second principal component"],
+    }[kind]
+    shares = surface.provenance.get("explained", [])
+    names[: len(shares)] = [f"{n} ({s:.0%})" for n, s in zip(names, shares, strict=False)]
+    both = [axes.xaxis, axes.yaxis][: surface.losses.ndim]
+    for axis, name in zip(both, names, strict=False):
+        axis.set_label_text(name, fontsize=8)
+        axis.set_major_locator(MaxNLocator(5))
