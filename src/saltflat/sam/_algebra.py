@@ -1,4 +1,8 @@
-"""Lists of tensors as one long vector: norm, inner product, copy. Nothing waits for the device."""
+"""Lists of tensors as one long vector: norm, inner product, copy. Nothing waits for the device.
+
+Of tensors that are sharded over ranks each rank computes with its part, and norms and products are
+those of the whole.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,25 @@ import torch
 from torch import Tensor
 
 from saltflat._perturb import add_scaled_
+from saltflat._ranks import local, sharded, summed
 
 
 def norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all of them together, in at least float32."""
-    parts = torch._foreach_norm(tensors, 2, dtype=_dtype(tensors))
-    return torch.linalg.vector_norm(_gathered(list(parts)))
+    parts = torch._foreach_norm(local(tensors), 2, dtype=_dtype(tensors))
+    length = torch.linalg.vector_norm(_gathered(list(parts)))
+    return summed(length**2, tensors).sqrt() if sharded(tensors) else length
 
 
 def inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """The inner product of two lists, in at least float32."""
     dtype = _dtype(left)
-    products = torch._foreach_mul([a.to(dtype) for a in left], [b.to(dtype) for b in right])
+    products = torch._foreach_mul(
+        [a.to(dtype) for a in local(left)], [b.to(dtype) for b in local(right)]
+    )
     # One long vector and one sum: two launches, where a sum for each would be hundreds.
     flat = torch.cat([product.flatten().to(products[0].device) for product in products])
-    return flat.sum()
+    return summed(flat.sum(), left) if sharded(left) else flat.sum()
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -33,7 +41,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 def add_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
     """tensors += factor * others in place, of whichever devices and dtypes they are."""
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for tensor, other in zip(tensors, others, strict=True):
+    for tensor, other in zip(local(tensors), local(others), strict=True):
         mine, theirs = alike.setdefault((tensor.device, tensor.dtype), ([], []))
         mine.append(tensor)
         theirs.append(other)

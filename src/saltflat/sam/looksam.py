@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat._ranks import local
 from saltflat.sam._algebra import add_, copies, inner, norm, ratio
 from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
@@ -76,7 +77,7 @@ class LookSAM(SAM):
         same = [id(p) for p in self._kept] == [id(p) for p in parameters]
         if self._kept_norm is not None and same:
             # In place, where a captured step looks for it.
-            torch._foreach_copy_(list(self._kept.values()), orthogonal)
+            torch._foreach_copy_(local(self._kept.values()), local(orthogonal))
             self._kept_norm.copy_(length)
         else:
             self._kept = dict(zip(parameters, orthogonal, strict=True))
