@@ -56,12 +56,20 @@ class Share(NamedTuple):
     def of(self, rows: int) -> Tensor:
         """Which of so many rows.
 
+        Raises:
+            ValueError: If they cannot be divided into equal shares.
+
         Example:
             >>> [Share(rank, 2, parts=2).of(8).tolist() for rank in (0, 1)]
             [[0, 1, 4, 5], [2, 3, 6, 7]]
         """
         if self.size == 1:
             return torch.arange(rows)
+        require(
+            rows % (self.size * self.parts) == 0,
+            f"batch_size {rows} is of all processes together, and must be a multiple of "
+            f"{self.size} processes times accumulate {self.parts}",
+        )
         return torch.arange(rows).view(self.parts, self.size, -1)[:, self.rank].flatten()
 
 

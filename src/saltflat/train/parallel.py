@@ -24,12 +24,7 @@ def check_parallel(config: Config, training: Training, device: torch.device, ran
     """Raise ValueError for what several processes cannot do."""
     if not ranks.several:
         return
-    name, size, parts = config.method.name, config.data.batch_size, config.optimizer.accumulate
-    require(
-        size % (ranks.size * parts) == 0,
-        f"batch_size {size} is of all processes together, and must be a multiple of {ranks.size} "
-        f"processes times accumulate {parts}",
-    )
+    name = config.method.name
     require(
         not training.per_row,
         f"{name} chooses among the rows of a whole batch, of which each of {ranks.size} processes "

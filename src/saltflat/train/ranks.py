@@ -53,11 +53,12 @@ class Ranks:
         """
         everyones = self.gathered(dict(settings))
         differing = []
-        for name, first in everyones[0].items():
-            values = [theirs.get(name) for theirs in everyones]
-            other = next((rank for rank, value in enumerate(values) if value != first), None)
-            if other is not None:
-                differing.append(f"{name} ({first!r} on rank 0, {values[other]!r} on rank {other})")
+        for name in dict.fromkeys(name for theirs in everyones for name in theirs):
+            first, *others = (theirs.get(name) for theirs in everyones)
+            for rank, other in enumerate(others, start=1):
+                if other != first:
+                    differing.append(f"{name} ({first!r} on rank 0, {other!r} on rank {rank})")
+                    break
         require(not differing, f"the processes disagree on {'; '.join(differing)}")
 
     def each(self, task: Callable[[], T]) -> list[T]:
