@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from saltflat._ranks import world
 from saltflat.train.config import Config, require
@@ -171,7 +175,9 @@ def joined(config: Config) -> Iterator[Ranks]:
             torch.cuda.set_device(device)
         # Tensors of the host go by gloo in any case: what is agreed on waits for no device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+        limit = timedelta(seconds=config.timeout)
+        store, rank, size = _met(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     ranks = Ranks(*world(None))
     try:
         ranks.agree(_flat(config.__dict__))
@@ -188,6 +194,36 @@ def joined(config: Config) -> Iterator[Ranks]:
     finally:
         if joins:
             dist.destroy_process_group()
+
+
+def _met(limit: timedelta) -> tuple[PrefixStore, int, int]:
+    """A store that is these processes' own, the rank of this one, and how many there are.
+
+    torchrun goes on with one store when it starts processes again, and there they would find the
+    addresses of those that were killed. So rank 0 makes up a word, under which all of them meet,
+    and tells it to whoever asks, until each of the others has said that it knows.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    mine, end = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
+    if rank > 0:
+        store.set(f"saltflat/asks/{rank}", mine)
+        word = store.get(f"saltflat/answer/{mine}").decode()
+        store.set(f"saltflat/{word}/{rank}", "knows")
+        return PrefixStore(word, store), rank, size
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"saltflat/{mine}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"saltflat/asks/{other}"]):  # perhaps one that is no more
+                store.set(f"saltflat/answer/{store.get(f'saltflat/asks/{other}').decode()}", mine)
+        require(
+            time.monotonic() < end,
+            f"rank {min(missing, default=0)} did not come within timeout={limit.total_seconds():g} "
+            "seconds",
+        )
+        time.sleep(0.01)
+    return PrefixStore(mine, store), rank, size
 
 
 _GONE = re.compile("gloo|nccl|timed? ?out|connection|SAF could not", re.IGNORECASE)
