@@ -243,7 +243,7 @@ def clean_and_mixed(**alphas):
 def test_mixup_is_a_weighted_mean_with_a_beta_share():
     mixed = clean_and_mixed(mixup=0.5)
     for before, after in mixed:
-        partner, share = after.mixed
+        partner, share, _ = after.mixed
         expected = share * before.images + (1 - share) * before.images[partner]
         torch.testing.assert_close(after.images, expected)
     shares = torch.tensor([after.mixed.share for _, after in mixed])
@@ -254,7 +254,7 @@ def test_mixup_is_a_weighted_mean_with_a_beta_share():
 def test_cutmix_pastes_a_box_and_counts_its_pixels():
     mixed = clean_and_mixed(cutmix=1.0)
     for before, after in mixed:
-        partner, share = after.mixed
+        partner, share, _ = after.mixed
         others = before.images[partner]
         moved = (partner != torch.arange(4)).nonzero().flatten().tolist()
         for i in moved:

@@ -326,10 +326,3 @@ def test_a_process_that_is_killed_or_interrupted(number, tmp_path):
     straight = tmp_path / "straight"
     subprocess.run(command(straight), check=True, capture_output=True, env=environment)
     assert_same(run, straight)
-
-
-def test_the_runner_refuses_to_be_one_of_several_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="trains in one process for now"):
-        fit(Config(), tmp_path / "run")
-    assert not (tmp_path / "run").exists()

@@ -11,6 +11,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from saltflat._ranks import local
+
 
 class displaced:  # noqa: N801 - used as a function: with displaced(...)
     """While entered, the parameters are moved by the offsets, or by factors times these.
@@ -19,7 +21,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
     raises. Contexts may be nested, on the same parameters too, and one context entered again.
 
     Args:
-        parameters: Tensors to move in place.
+        parameters: Tensors to move in place; of sharded ones, each rank moves its part.
         offsets: One for each, of its shape.
         factors: A tensor of no dimensions for each, or none: all 1.
 
@@ -45,31 +47,32 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         self._parameters = list(parameters)
         self._offsets = list(offsets)
         self._factors = list(factors)
-        self._saved: list[tuple[Tensor, ...]] = []
+        self._saved: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
 
     @torch.no_grad()
     def __enter__(self) -> None:
         if self._parameters:
             # Times one: a copy of all of them in one call.
-            self._saved.append(torch._foreach_mul(self._parameters, 1))
+            parameters, offsets = local(self._parameters), local(self._offsets)
+            self._saved.append((parameters, torch._foreach_mul(parameters, 1)))
             try:
                 if self._factors:
-                    self._move()
+                    self._move(parameters, offsets)
                 else:
-                    torch._foreach_add_(self._parameters, self._offsets)
+                    torch._foreach_add_(parameters, offsets)
             except BaseException:
                 self.__exit__()
                 raise
         torch.clear_autocast_cache()  # or an enclosing autocast goes on with the weights of before
 
-    def _move(self) -> None:
+    def _move(self, parameters: list[Tensor], offsets: list[Tensor]) -> None:
         alike: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
-        for i, (parameter, factor) in enumerate(zip(self._parameters, self._factors, strict=True)):
+        for i, (parameter, factor) in enumerate(zip(parameters, self._factors, strict=True)):
             alike.setdefault((id(factor), parameter.device, parameter.dtype), []).append(i)
         for numbers in alike.values():
             add_scaled_(
-                [self._parameters[i] for i in numbers],
-                [self._offsets[i] for i in numbers],
+                [parameters[i] for i in numbers],
+                [offsets[i] for i in numbers],
                 self._factors[numbers[0]],
             )
 
@@ -81,7 +84,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         trace: TracebackType | None = None,
     ) -> None:
         if self._saved:
-            torch._foreach_copy_(self._parameters, self._saved[-1])
+            torch._foreach_copy_(*self._saved[-1])
             self._saved.pop()
         torch.clear_autocast_cache()
 

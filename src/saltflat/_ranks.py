@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ def world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process_group that it was given")
     return rank, dist.get_world_size(process_group)
+
+
+def local(tensors: Iterable[Any]) -> list[Tensor]:
+    """The tensors themselves, or this rank's parts of those that are sharded by `fully_shard`.
+
+    What is done to a part in place is done to the tensor. Not for use where gradients are recorded.
+    """
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def sharded(tensors: list[Any]) -> bool:
+    """Whether each rank has another part of them."""
+    return bool(tensors) and hasattr(tensors[0], "to_local")
+
+
+def summed(number: Tensor, tensors: list[Any]) -> Tensor:
+    """A number of this rank's parts of sharded tensors, summed over the parts of all ranks."""
+    dist.all_reduce(number, group=tensors[0].device_mesh.get_group())
+    return number
 
 
 def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | None) -> None:

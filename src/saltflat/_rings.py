@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from saltflat._clock import Clocked
@@ -43,6 +44,33 @@ class Rings(Clocked):
             destination[prefix + name] = tensor
         if len(self._block) < self.num_samples:
             destination[prefix + "block"] = torch.tensor(self._part(), device="cpu")
+
+    def shards(self, prefix: str, process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """The rings of all ranks, as DTensors of which each rank has its block of samples."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        self.settle()
+        group, shards = process_group or dist.group.WORLD, {}
+        for name, ring in self._rings().items():
+            mesh = DeviceMesh.from_group(cast(Any, group), ring.device.type)
+            whole = torch.empty(self.lag, self.num_samples, *ring.shape[2:], device="meta")
+            shards[prefix + name] = DTensor.from_local(
+                ring.contiguous(),
+                mesh,
+                [Shard(1)],
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+        return shards
+
+    def take_shards(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Make of the rings of all ranks in a state those of this one."""
+        for name in ("table", "stamps"):
+            if hasattr(shard := state_dict.get(prefix + name), "to_local"):
+                state_dict[prefix + name] = cast(Any, shard).to_local()
+                state_dict[prefix + "block"] = torch.tensor(self._part())
 
     def _part(self) -> list[int]:
         return [self._block.start, self._block.stop, self.num_samples]

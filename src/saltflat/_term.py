@@ -40,7 +40,7 @@ class TrajectoryTerm(Clocked):
         self._started: bool | None = None
         self.register_buffer("_nonfinite", torch.zeros((), dtype=torch.int64, device="cpu"))
         self._nonfinite: Tensor
-        self.register_load_state_dict_pre_hook(_refuse_another_size)
+        self.register_load_state_dict_pre_hook(_check_loaded)
 
     @property
     def nonfinite_rows(self) -> int:
@@ -126,6 +126,17 @@ class TrajectoryTerm(Clocked):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return torch.zeros((), dtype=dtype, device=logits.device)
 
+    def _check_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Raise before anything is loaded, where torch would load what fits and then raise."""
+        for name, own in self.state_dict().items():
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and (loaded.shape, loaded.dtype) != (own.shape, own.dtype):
+                raise RuntimeError(
+                    f"{prefix}{name} of the loaded state is {loaded.dtype} of shape "
+                    f"{tuple(loaded.shape)}, not {own.dtype} of shape {tuple(own.shape)}: it "
+                    f"belongs to a {type(self).__name__} with other settings. Nothing was loaded"
+                )
+
     def extra_repr(self) -> str:
         return (
             f"weight={self.weight}, temperature={self.temperature}, "
@@ -144,15 +155,5 @@ def can_fuse(logits: Tensor) -> bool:
     return _fused.serves(logits)
 
 
-def _refuse_another_size(
-    term: TrajectoryTerm, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Raise before anything is loaded, where torch would load what fits and then raise."""
-    for name, own in term.state_dict().items():
-        loaded = state_dict.get(prefix + name)
-        if loaded is not None and (loaded.shape, loaded.dtype) != (own.shape, own.dtype):
-            raise RuntimeError(
-                f"{prefix}{name} of the loaded state is {loaded.dtype} of shape "
-                f"{tuple(loaded.shape)}, not {own.dtype} of shape {tuple(own.shape)}: it belongs "
-                f"to a {type(term).__name__} with other settings. Nothing was loaded"
-            )
+def _check_loaded(term: TrajectoryTerm, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    term._check_loaded(state_dict, prefix)

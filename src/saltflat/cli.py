@@ -267,6 +267,7 @@ def _require_chosen(what: str, given: dict[str, Any], own: MethodsOptions) -> No
 def _train(options: Namespace) -> None:
     from saltflat.train import Config, Interrupted, fit
     from saltflat.train.folder import read_config
+    from saltflat.train.ranks import is_first, started
 
     config, own = _split(options, TrainOptions)
     if own.resume is not None:
@@ -281,8 +282,12 @@ def _train(options: Namespace) -> None:
         run = fit(config, folder)
     except Interrupted:
         command = shlex.join(["saltflat", "train", "--resume", str(folder)])
-        print(f"stopped and saved; go on with: {command}")
-        sys.exit(130)
+        if is_first():
+            print(f"stopped and saved; go on with: {command}")
+        # What torchrun started ends well, or it would be started again.
+        sys.exit(130 if started() == 1 else 0)
+    if not is_first():
+        return
     teacher = "" if run.teacher_accuracy is None else f", teacher {run.teacher_accuracy:.2f} %"
     print(
         f"{folder}: {run.accuracy:.2f} % after the last epoch{teacher} "
@@ -388,7 +393,7 @@ def _sharpness(options: Namespace) -> None:
 def _bench(options: Namespace) -> None:
     from saltflat.train.bench import bench, describe, heading, table, write
     from saltflat.train.provenance import command, provenance
-    from saltflat.train.state import device_of
+    from saltflat.train.ranks import device_of
 
     config, own = _split(options, BenchOptions)
     if own.plan is not None:

@@ -30,11 +30,12 @@ class SAF(TrajectoryTerm):
 
     Where torch.distributed is initialised, before SAF is built, the same lines do on W processes
     what they would do on one with the batches of all. Each process keeps 1/W of the outputs and its
-    own part of `state_dict()`, and the loss is such that the mean of the processes' gradients, as
-    DistributedDataParallel takes it, is the gradient of the mean over all their rows. (The mean in
-    a cross-entropy is over a process's own: that sum is right for batches of one size.) Each
-    process must make as many calls in an epoch as the others, and none with a batch larger than the
-    largest of the first calls. torch.compile leaves the calls out of its graphs.
+    own part of `state_dict()` (`sharded_state_dict` is for checkpoints of all), and the loss is
+    such that the mean of the processes' gradients, as DistributedDataParallel takes it, is the
+    gradient of the mean over all their rows. (The mean in a cross-entropy is over a process's own:
+    that sum is right for batches of one size.) Each process must make as many calls in an epoch as
+    the others, and none with a batch larger than the largest of the first calls. torch.compile
+    leaves the calls out of its graphs.
 
     Args:
         num_samples: The length of the training set.
@@ -108,7 +109,6 @@ class SAF(TrajectoryTerm):
             self.memory = OutputMemory(num_samples, num_classes, block=self._exchange.block, **how)
         else:
             self.memory = ShardedMemory(self._exchange, num_classes, **how)
-        self.register_load_state_dict_pre_hook(_refuse_another_part)
         if start_epoch < lag:
             warnings.warn(
                 f"start_epoch={start_epoch}, but with lag={lag} references exist from epoch {lag}: "
@@ -235,6 +235,24 @@ class SAF(TrajectoryTerm):
         if self.exchange == "any":  # batches may be larger in this epoch
             self._agreed = False
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` with the memory of all processes, as DTensors of which each has a part.
+
+        It is for torch.distributed.checkpoint, whose checkpoints any number of processes can load:
+        let `load` fill what this returns there, and give it to `load_state_dict`. On one process
+        it is `state_dict()` itself.
+        """
+        state = self.state_dict()
+        if self._exchange is not None:
+            state.update(self.memory.shards("memory.", self._group.it))
+            del state["memory.block"]
+        return state
+
+    def _check_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
+        self.memory.take_shards(state_dict, f"{prefix}memory.")
+        super()._check_loaded(state_dict, prefix)
+        self.memory.refuse_another_block(state_dict, f"{prefix}memory.")
+
     @staticmethod
     def estimate_bytes(
         num_samples: int, num_classes: int, *, lag: int = 3, storage: str = "float16"
@@ -246,8 +264,3 @@ class SAF(TrajectoryTerm):
             57.79...
         """
         return OutputMemory.estimate_bytes(num_samples, num_classes, lag=lag, storage=storage)
-
-
-def _refuse_another_part(saf: SAF, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raise before anything is loaded."""
-    saf.memory.refuse_another_block(state_dict, f"{prefix}memory.")

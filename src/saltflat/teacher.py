@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saltflat import _capture
 from saltflat._average import Averaging
 from saltflat._folded import Folding
-from saltflat._ranks import Group, take_first_ranks, world
+from saltflat._ranks import Group, local, take_first_ranks, world
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -199,9 +199,9 @@ class EMATeacher(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the average, and of what `fold` has made of it."""
+        """Bytes of the average, or this rank's part of it, and of what `fold` has made of it."""
         folded = 0 if self._folding is None else self._folding.nbytes
-        return folded + sum(tensor.nbytes for tensor in self.state_dict().values())
+        return folded + sum(tensor.nbytes for tensor in local(self.state_dict().values()))
 
     def train(self, mode: bool = True) -> EMATeacher:
         """Stay in eval mode, whatever the module that holds the teacher does."""
@@ -280,14 +280,14 @@ class _Plan:
 
     def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Averages and the live tensors that go into them, in the averages' precision."""
-        averages = [holder[key] for (holder, key), _ in self._averaged]
+        averages = local(holder[key] for (holder, key), _ in self._averaged)
         return averages, [
             x if x.dtype == average.dtype else x.to(average.dtype)
             for average, x in zip(averages, self._live(), strict=True)
         ]
 
     def _live(self) -> list[Tensor]:
-        return [holder[key] for _, (holder, key) in self._averaged]
+        return local(holder[key] for _, (holder, key) in self._averaged)
 
     def owned(self, *, buffers: bool) -> list[Tensor]:
         """The teacher's own tensors, or those of them that are buffers of the model."""
@@ -297,7 +297,7 @@ class _Plan:
         """Make the plain copies, after the average: one launch for all of the same kind."""
         kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for (to, key), (source, source_key) in self._copied:
-            target, new = to[key], source[source_key]
+            target, new = local([to[key], source[source_key]])
             kind = (target.device, target.dtype, new.device, new.dtype)
             targets, sources = kinds.setdefault(kind, ([], []))
             targets.append(target)

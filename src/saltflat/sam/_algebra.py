@@ -1,4 +1,8 @@
-"""Lists of tensors as one long vector: norm, inner product, copy. Nothing waits for the device."""
+"""Lists of tensors as one long vector: norm, inner product, copy. Nothing waits for the device.
+
+Of tensors that are sharded over ranks each rank computes with its part, and norms and products are
+those of the whole.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,37 @@ import torch
 from torch import Tensor
 
 from saltflat._perturb import add_scaled_
+from saltflat._ranks import local, sharded, summed
 
 
 def norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of all of them together, in at least float32."""
-    parts = torch._foreach_norm(tensors, 2, dtype=_dtype(tensors))
-    return torch.linalg.vector_norm(_gathered(list(parts)))
+    parts = torch._foreach_norm(local(tensors), 2, dtype=_dtype(tensors))
+    length = torch.linalg.vector_norm(_gathered(list(parts)))
+    return summed(length**2, tensors).sqrt() if sharded(tensors) else length
 
 
 def inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """The inner product of two lists, in at least float32."""
     dtype = _dtype(left)
+    mine, theirs = local(left), local(right)
     places: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(left):
+    for i, tensor in enumerate(mine):
         places.setdefault(tensor.device, []).append(i)
     sums = []
     for device, numbers in places.items():
         # One long vector and one sum: a few launches, where a sum for each would be hundreds.
-        ends = list(accumulate(left[i].numel() for i in numbers))
+        ends = list(accumulate(mine[i].numel() for i in numbers))
         whole = torch.empty(ends[-1], dtype=dtype, device=device)
         parts = [
-            part.as_strided(left[i].shape, _dense_stride(left[i]))
+            part.as_strided(mine[i].shape, _dense_stride(mine[i]))
             for i, part in zip(numbers, whole.tensor_split(ends[:-1]), strict=True)
         ]
-        torch._foreach_copy_(parts, [left[i] for i in numbers])
-        torch._foreach_mul_(parts, [right[i].to(dtype) for i in numbers])
+        torch._foreach_copy_(parts, [mine[i] for i in numbers])
+        torch._foreach_mul_(parts, [theirs[i].to(dtype) for i in numbers])
         sums.append(whole.sum())
-    return _gathered(sums).sum()
+    total = _gathered(sums).sum()
+    return summed(total, left) if sharded(left) else total
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -46,7 +54,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 def add_(tensors: list[Tensor], others: list[Tensor], factor: Tensor) -> None:
     """tensors += factor * others in place, of whichever devices and dtypes they are."""
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for tensor, other in zip(tensors, others, strict=True):
+    for tensor, other in zip(local(tensors), local(others), strict=True):
         mine, theirs = alike.setdefault((tensor.device, tensor.dtype), ([], []))
         mine.append(tensor)
         theirs.append(other)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat._ranks import local
 from saltflat.sam._algebra import copies, norm
 from saltflat.sam._wrapper import SharpnessAware
 
@@ -63,9 +64,9 @@ def adaptive_direction(
     matrices = [i for i, p in enumerate(parameters) if p.dim() > 1]
     if not matrices:
         return scaled, norm(scaled)
-    t = torch._foreach_abs([parameters[i] for i in matrices])
+    t = torch._foreach_abs(local(parameters[i] for i in matrices))
     torch._foreach_add_(t, eta)
-    torch._foreach_mul_([scaled[i] for i in matrices], t)
+    torch._foreach_mul_(local(scaled[i] for i in matrices), t)
     length = norm(scaled)
-    torch._foreach_mul_([scaled[i] for i in matrices], t)
+    torch._foreach_mul_(local(scaled[i] for i in matrices), t)
     return scaled, length

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat._ranks import local
 from saltflat.sam._algebra import add_, inner, norm, ratio
 from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
@@ -102,7 +103,7 @@ class GSAM(SAM):
             torch._foreach_div_(plain, scaler.get_scale())
         share = ratio(inner(plain, adversarial), norm(adversarial) ** 2)
         add_(plain, adversarial, -share)  # which leaves g_perp
-        torch._foreach_sub_(adversarial, plain, alpha=self.alpha)
+        torch._foreach_sub_(local(adversarial), local(plain), alpha=self.alpha)
 
     def _unscaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Whether the second pass's gradients are unscaled already, for clipping."""

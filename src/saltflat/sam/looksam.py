@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat._ranks import local
 from saltflat.sam._algebra import add_, copies, inner, norm, ratio
 from saltflat.sam._wrapper import Gradients
 from saltflat.sam.sam import SAM
@@ -71,7 +72,7 @@ class LookSAM(SAM):
             self._kept = dict(zip(parameters, copies(adversarial), strict=True))
             self._kept_norm = torch.empty_like(share)
         else:  # in place, where a captured step looks for it
-            torch._foreach_copy_(list(self._kept.values()), adversarial)
+            torch._foreach_copy_(local(self._kept.values()), local(adversarial))
         orthogonal = list(self._kept.values())
         add_(orthogonal, plain, -share)
         length = norm(orthogonal)
@@ -79,7 +80,7 @@ class LookSAM(SAM):
         least = 100 * torch.finfo(length.dtype).eps * torch.hypot(length, share * plain_norm)
         usable = length.isfinite() & (length > least)
         if scaled:  # after an overflow: infinities times zero would be NaN
-            for kept in orthogonal:
+            for kept in local(orthogonal):
                 kept.masked_fill_(~usable.to(kept.device), 0.0)
         self._kept_norm.copy_(torch.where(usable, length, 0.0))
 

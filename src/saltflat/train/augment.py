@@ -22,15 +22,18 @@ from saltflat.indexed import with_index
 from saltflat.train.config import DataConfig, require
 from saltflat.train.data import Data, Labelled
 
-ORDER, AUGMENT, MIX = range(3)
+ORDER, AUGMENT, MIX, RANK = range(4)
 """What a stream of random numbers is for."""
 
 
 class Mixed(NamedTuple):
-    """How a batch was mixed: loss = share * ce(labels) + (1 - share) * ce(labels[partner])."""
+    """How a batch was mixed: its loss is share * ce(labels) + (1 - share) * ce(mixed.labels)."""
 
     partner: Tensor
+    """For each row, the row of the whole batch that it was mixed with."""
     share: float
+    labels: Tensor
+    """The partners'."""
 
 
 class Batch(NamedTuple):
@@ -42,19 +45,53 @@ class Batch(NamedTuple):
     mixed: Mixed | None
 
 
+class Share(NamedTuple):
+    """The rows of a batch that a process has: the same part of each of the batch's own parts."""
+
+    rank: int = 0
+    size: int = 1
+    parts: int = 1
+    """In which the batch is computed, one after another; so they too are those of one process."""
+
+    def of(self, rows: int) -> Tensor:
+        """Which of so many rows.
+
+        Raises:
+            ValueError: If they cannot be divided into equal shares.
+
+        Example:
+            >>> [Share(rank, 2, parts=2).of(8).tolist() for rank in (0, 1)]
+            [[0, 1, 4, 5], [2, 3, 6, 7]]
+        """
+        if self.size == 1:
+            return torch.arange(rows)
+        require(
+            rows % (self.size * self.parts) == 0,
+            f"batch_size {rows} is of all processes together, and must be a multiple of "
+            f"{self.size} processes times accumulate {self.parts}",
+        )
+        return torch.arange(rows).view(self.parts, self.size, -1)[:, self.rank].flatten()
+
+
 class TrainLoader:
     """The batches of an epoch, shuffled, augmented and normalised; a last, smaller one is dropped.
+
+    Of several processes each has a share of every batch, and what it sees there is what it would
+    see if it had the whole.
 
     Raises:
         ValueError: If a batch is larger than the training set, or the cutout than an image.
     """
 
-    def __init__(self, data: Data, config: DataConfig, seed: int) -> None:
+    def __init__(
+        self, data: Data, config: DataConfig, seed: int, share: Share | None = None
+    ) -> None:
         size, samples = config.batch_size, len(data.train)
         require(size <= samples, f"batch_size {size} exceeds the {samples} training samples")
         side, hole = data.image_size, config.cutout
         require(hole <= side, f"cutout {hole} exceeds the side of an image, {side}")
         self.data, self.config, self.seed = data, config, seed
+        self._own = (share or Share()).of(size)
 
     def __len__(self) -> int:
         return len(self.data.train) // self.config.batch_size
@@ -62,11 +99,15 @@ class TrainLoader:
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch but the first `skip`; the rest are the same, bit for bit."""
         require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
-        steps = self.order(epoch)[skip:].tolist()
+        mixtures = [self._mixture(epoch, step) for step in range(skip, len(self))]
+        rows = [self._rows(mixture) for mixture in mixtures]
+        order = self.order(epoch)[skip:]
+        steps = [batch[needed].tolist() for batch, needed in zip(order, rows, strict=True)]
         draws = self.draws(epoch)
         collate = partial(training_batch, data=self.data, config=self.config, draws=draws)
         loader = _loader(with_index(self.data.train), steps, collate, self.config.workers)
-        return (self._mixed(epoch, step, *batch) for step, batch in enumerate(loader, start=skip))
+        batches = zip(loader, mixtures, rows, strict=True)
+        return (self._mixed(*batch, *how) for batch, *how in batches)
 
     def order(self, epoch: int) -> Tensor:
         """Which samples each step of an epoch has, of shape (steps, batch)."""
@@ -79,15 +120,41 @@ class TrainLoader:
         shapes = self.config.augment == "inception"
         return draw(self.seed, epoch, len(self.data.train), shapes=shapes)
 
-    def _mixed(self, epoch: int, step: int, index: Tensor, images: Tensor, labels: Tensor) -> Batch:
-        rng = stream(self.seed, epoch, MIX, step)
-        mixed = mix_(images, rng, mixup=self.config.mixup, cutmix=self.config.cutmix)
-        return Batch(index, images, labels, mixed)
+    def _mixture(self, epoch: int, step: int) -> Mixture | None:
+        return draw_mixture(
+            stream(self.seed, epoch, MIX, step),
+            self.config.batch_size,
+            self.data.image_size,
+            mixup=self.config.mixup,
+            cutmix=self.config.cutmix,
+        )
+
+    def _rows(self, mixture: Mixture | None) -> Tensor:
+        """The rows of a batch that are loaded: its own, and partners that are not among them."""
+        if mixture is None:
+            return self._own
+        partners = mixture.partner[self._own]
+        return torch.cat([self._own, partners[~torch.isin(partners, self._own)]])
+
+    def _mixed(
+        self, index: Tensor, images: Tensor, labels: Tensor, mixture: Mixture | None, rows: Tensor
+    ) -> Batch:
+        if mixture is None:
+            return Batch(index, images, labels, None)
+        place = torch.empty(self.config.batch_size, dtype=torch.int64)
+        place[rows] = torch.arange(len(rows))
+        partner = mixture.partner[self._own]
+        others, own = place[partner], len(self._own)
+        mixed = Mixed(partner, mixture.share, labels[others])
+        return Batch(index[:own], mix(images, others, own, mixture), labels[:own], mixed)
 
 
-def test_batches(data: Data, batch_size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """The test images, centred and normalised, with their labels, in order."""
-    return plain_batches(data, data.test, torch.arange(len(data.test)).split(batch_size), workers)
+def test_batches(
+    data: Data, batch_size: int, workers: int = 0, samples: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The test images, or some, centred and normalised, with their labels, in order."""
+    samples = torch.arange(len(data.test)) if samples is None else samples
+    return plain_batches(data, data.test, samples.split(batch_size), workers)
 
 
 def plain_batches(
@@ -253,8 +320,21 @@ def cut_out(images: Tensor, hole: Tensor, side: int) -> Tensor:
     return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0.0)
 
 
-def mix_(images: Tensor, rng: np.random.Generator, *, mixup: float, cutmix: float) -> Mixed | None:
-    """Mix a batch with itself, in place, with probability one half: so clean batches remain.
+class Mixture(NamedTuple):
+    """How to mix a batch with itself."""
+
+    partner: Tensor
+    """For each row, the one that is mixed in."""
+    share: float
+    """What stays of each image."""
+    box: tuple[slice, slice] | None
+    """What is the partner's; None: all of it is blended."""
+
+
+def draw_mixture(
+    rng: np.random.Generator, rows: int, side: int, *, mixup: float, cutmix: float
+) -> Mixture | None:
+    """How to mix so many images, with probability one half: so clean batches remain.
 
     An alpha of 0 turns mixup or CutMix off; where both are on, either is as likely.
     """
@@ -263,19 +343,20 @@ def mix_(images: Tensor, rng: np.random.Generator, *, mixup: float, cutmix: floa
     blend = bool(mixup) and not (cutmix and rng.random() < 0.5)
     alpha = mixup if blend else cutmix
     share = float(rng.beta(alpha, alpha))
-    partner = torch.from_numpy(rng.permutation(len(images)))
+    partner = torch.from_numpy(rng.permutation(rows))
     if blend:
-        images.lerp_(images[partner], 1 - share)
-    else:
-        share = paste_(images, images[partner], share, rng)
-    return Mixed(partner, share)
+        return Mixture(partner, share, None)
+    length = round(side * math.sqrt(1 - share))
+    first = rng.integers(side, size=2) - length // 2
+    down, across = (slice(max(start, 0), min(start + length, side)) for start in first.tolist())
+    pasted = max(down.stop - down.start, 0) * max(across.stop - across.start, 0)
+    return Mixture(partner, 1 - pasted / side**2, (down, across))
 
 
-def paste_(images: Tensor, others: Tensor, share: float, rng: np.random.Generator) -> float:
-    """CutMix, in place: a box, cut off at the edge, is the others'; gives the share that stayed."""
-    size = images.shape[-1]
-    side = round(size * math.sqrt(1 - share))
-    first = rng.integers(size, size=2) - side // 2
-    rows, columns = (slice(max(start, 0), start + side) for start in first.tolist())
-    images[..., rows, columns] = others[..., rows, columns]
-    return 1 - images[0, 0, rows, columns].numel() / size**2
+def mix(images: Tensor, others: Tensor, rows: int, mixture: Mixture) -> Tensor:
+    """So many rows of images, each mixed with another of them; in place, but for the partners."""
+    own, partners = images[:rows], images[others]
+    if mixture.box is None:
+        return own.lerp_(partners, 1 - mixture.share)
+    own[..., *mixture.box] = partners[..., *mixture.box]
+    return own

@@ -28,7 +28,8 @@ from saltflat.train.data import Data, load_data
 from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.files import markdown, to_json, write_text
 from saltflat.train.provenance import without_folders
-from saltflat.train.state import State, build, device_of
+from saltflat.train.ranks import device_of, require_one_process
+from saltflat.train.state import State, build
 from saltflat.train.step import Steps, plain_steps
 
 
@@ -75,6 +76,7 @@ def bench(
     Raises:
         ValueError: If there is nothing to measure, or a config cannot be run.
     """
+    require_one_process("bench")
     require(len(configs) > 0, "bench needs a method at least")
     require(rounds >= 1, f"rounds must be at least 1, got {rounds}")
     require(steps >= 1, f"steps must be at least 1, got {steps}")

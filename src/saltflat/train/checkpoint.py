@@ -1,8 +1,9 @@
 """Checkpoints that a crash cannot spoil and that cannot run code.
 
 A checkpoint is a folder: the weights as safetensors, the rest as a file of tensors and plain values
-(loaded with `weights_only`), and a manifest with the sums of both. It is written under another name
-and renamed when complete, so what has a checkpoint's name is one. The last two are kept.
+(loaded with `weights_only`), and a manifest with the sums of both. Several processes write a file
+of safetensors each, see `shards.py`. It is written under another name and renamed when complete, so
+what has a checkpoint's name is one. The last two are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saltflat.train.ranks import ALONE, Ranks
+from saltflat.train.shards import Place, cut, read_shards, whole, write_shards
+
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 _KEPT = 2
 
@@ -28,15 +32,18 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(
-    run: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]
+    run: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any], ranks: Ranks = ALONE
 ) -> Path:
     """Write `run/checkpoints/<step>`.
 
     Args:
-        run: The run's folder.
+        run: The run's folder, which several processes share.
         step: Steps done; a later checkpoint has a greater one.
         weights: The model's state_dict.
-        state: All else, of tensors and plain values.
+        state: All else, of tensors and plain values. Of several processes each writes some of the
+            weights and of what is under "training", with its parts of DTensors; the rest is rank
+            0's.
+        ranks: The processes, all of which call this.
 
     Raises:
         CheckpointError: If it cannot be written, as on a full disk; the earlier ones are kept.
@@ -44,26 +51,44 @@ def save_checkpoint(
     folder = run / "checkpoints"
     final, partial = folder / f"{step:09d}", folder / f"{step:09d}.partial"
     try:
-        for unfinished in folder.glob("*.partial"):
-            shutil.rmtree(unfinished)
-        partial.mkdir(parents=True)
-        save_file(_unshared(weights), partial / WEIGHTS)
-        torch.save(state, partial / STATE)
-        sums = {name: _sum(partial / name) for name in (WEIGHTS, STATE)}
-        (partial / MANIFEST).write_text(json.dumps({"step": step, "sums": sums}))
-        for name in (WEIGHTS, STATE, MANIFEST):
-            _flush(partial / name)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        ranks.lead(lambda: _begin(partial))
+        if ranks.several:
+            parts = {"weights": weights, "training": state["training"]}
+            outline, files = write_shards(partial, parts)
+            sums = {name: n for own in ranks.each(lambda: _sums(files)) for name, n in own.items()}
+            ranks.lead(lambda: _complete(partial, final, step, {**state, **outline}, sums))
+        else:
+            save_file(_unshared(weights), partial / WEIGHTS)
+            _complete(partial, final, step, state, _sums([partial / WEIGHTS]))
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        if ranks.first:
+            shutil.rmtree(partial, ignore_errors=True)
         good = next(iter(list_checkpoints(run)), None)
         raise CheckpointError(
             f"could not write checkpoint {final}: {error}. The last good one is {good or 'none'}"
         ) from error
-    for old in list_checkpoints(run)[_KEPT:]:
-        shutil.rmtree(old)
     return final
+
+
+def _begin(partial: Path) -> None:
+    for unfinished in partial.parent.glob("*.partial"):
+        shutil.rmtree(unfinished)
+    partial.mkdir(parents=True)
+
+
+def _complete(
+    partial: Path, final: Path, step: int, state: dict[str, Any], sums: dict[str, int]
+) -> None:
+    """Add the state and the manifest, and let it be a checkpoint."""
+    torch.save(state, partial / STATE)
+    sums |= _sums([partial / STATE])
+    (partial / MANIFEST).write_text(json.dumps({"step": step, "sums": sums}))
+    for path in partial.iterdir():
+        _flush(path)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    for old in list_checkpoints(final.parent.parent)[_KEPT:]:
+        shutil.rmtree(old)
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -72,8 +97,15 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), reverse=True)
 
 
-def load_checkpoint(run: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def load_checkpoint(
+    run: Path, ranks: Ranks = ALONE, place: Place = whole
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The weights and state of the run's newest checkpoint; None if it has none.
+
+    Args:
+        run: The run's folder.
+        ranks: The processes, all of which call this; they need not be as many as have saved it.
+        place: How the weights and what is under "training" are divided among them.
 
     Raises:
         CheckpointError: If the newest one is damaged. It names the one before, which is used once
@@ -84,12 +116,19 @@ def load_checkpoint(run: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         return None
     newest, *others = checkpoints
     try:
-        manifest = json.loads((newest / MANIFEST).read_text())
-        for name, expected in manifest["sums"].items():
-            if _sum(newest / name) != expected:
-                raise ValueError(f"{name} is not what was written")
+        sums = json.loads((newest / MANIFEST).read_text())["sums"]
+        names = sorted(sums)[ranks.rank :: ranks.size]  # each looks through some of them
+        ranks.each(lambda: _check(newest, {name: sums[name] for name in names}))
         state = torch.load(newest / STATE, map_location="cpu", weights_only=True)
-        return load_file(newest / WEIGHTS), state
+        if WEIGHTS not in sums:
+            outline = {name: state[name] for name in ("weights", "training")}
+            state |= read_shards(newest, outline, place)
+            return state.pop("weights"), state
+        weights = load_file(newest / WEIGHTS)
+        if ranks.several:
+            parts = cut({"weights": weights, "training": state["training"]}, place)
+            weights, state["training"] = parts["weights"], parts["training"]
+        return weights, state
     except Exception as error:
         good = others[0] if others else None
         remedy = f"remove it to continue from {good}" if good else "there is no earlier one"
@@ -120,6 +159,16 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         unshared[name] = unshared[name].contiguous()
         seen.add(place)
     return unshared
+
+
+def _check(folder: Path, sums: dict[str, int]) -> None:
+    for name, expected in sums.items():
+        if _sum(folder / name) != expected:
+            raise ValueError(f"{name} is not what was written")
+
+
+def _sums(files: list[Path]) -> dict[str, int]:
+    return {path.name: _sum(path) for path in files}
 
 
 def _sum(path: Path) -> int:

@@ -27,7 +27,7 @@ from saltflat.train.folder import RESULT, check_folder
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
 from saltflat.train.provenance import provenance
-from saltflat.train.state import device_of
+from saltflat.train.ranks import device_of, require_one_process
 from saltflat.train.statistics import Interval, interval, paired, verdict
 from saltflat.train.together import fit_together
 
@@ -88,6 +88,7 @@ def compare(
     Raises:
         ValueError: If something cannot be run, before anything is.
     """
+    require_one_process("compare")
     names = [method.name for method in methods]
     if len(set(names)) < len(names) or not names or seeds < 1 or jobs < 1:
         raise ValueError(

@@ -69,8 +69,9 @@ class DataConfig:
     noise_seed: int = 0
     """Which labels these are; the same for every method and seed."""
     batch_size: int = 64
+    """Of all processes together."""
     workers: int = 0
-    """Processes that load data."""
+    """Processes that load data, for each that trains."""
 
     def __post_init__(self) -> None:
         _require_known(self)
@@ -162,6 +163,12 @@ class Config:
     """Keep the images on the GPU and record whole steps there, where that is possible."""
     device: str | None = None
     """None: a GPU if there is one."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun. ddp: a copy of the model on each process; fsdp: a part of every weight."""
+    sync_batchnorm: bool = False
+    """Under torchrun, on GPUs: BatchNorm over the batches of all processes, not over each one's."""
+    timeout: float = 600.0
+    """Under torchrun: seconds until a process that is not heard of is given up."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
     track_sharpness: int = 0
@@ -178,6 +185,7 @@ class Config:
             0 <= self.label_smoothing < 1,
             f"label_smoothing must be within [0, 1), got {self.label_smoothing}",
         )
+        require(0 < self.timeout < inf, f"timeout must be positive, got {self.timeout}")
         require(
             self.checkpoint_every >= 1,
             f"checkpoint_every must be at least 1, got {self.checkpoint_every}",

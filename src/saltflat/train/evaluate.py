@@ -13,26 +13,36 @@ from saltflat.sharpness import sam_sharpness
 from saltflat.train.augment import normalised, plain_batches, statistics, test_batches
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data
+from saltflat.train.ranks import Ranks
 
 
 class TestSet:
-    """Batches of the test set, as often as they are asked for; a GPU keeps images that fit."""
+    """Batches of the test set, as often as they are asked for; a GPU keeps images that fit.
+
+    Of several processes each has some of the samples, and as many as the others, since a model
+    whose weights are sharded is called by all at once: those beyond the end have no label.
+    """
 
     __test__ = False  # its name is no test's
 
-    def __init__(self, config: Config, data: Data, device: torch.device) -> None:
+    def __init__(self, config: Config, data: Data, device: torch.device, ranks: Ranks) -> None:
         self._data, self._device, self._workers = data, device, config.data.workers
+        self._ranks = ranks
+        share = torch.arange(ranks.rank, -(-len(data.test) // ranks.size) * ranks.size, ranks.size)
+        self._samples = share % len(data.test)
+        self._labels = data.test.labels[self._samples].masked_fill(share >= len(data.test), -1)
         self._size = max(config.data.batch_size, 1024 if device.type == "cuda" else 256)
         self._near: tuple[Tensor, Tensor] | None = None
         images = data.test.images
         if device.type != "cuda" or not isinstance(images, Tensor):
             return
         if images.nbytes < torch.cuda.mem_get_info(device)[0] // 8:
-            self._near = images.to(device), data.test.labels.to(device)
+            self._near = images[self._samples].to(device), self._labels.to(device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._near is None:
-            for images, labels in test_batches(self._data, self._size, self._workers):
+            batches = test_batches(self._data, self._size, self._workers, self._samples)
+            for (images, _), labels in zip(batches, self._labels.split(self._size), strict=True):
                 yield images.to(self._device), labels.to(self._device)
         else:
             numbers = statistics(self._data, self._device)
@@ -40,6 +50,11 @@ class TestSet:
                 *(part.split(self._size) for part in self._near), strict=True
             ):
                 yield normalised(images, *numbers), labels
+
+    def shares(self, hits: dict[str, Tensor]) -> dict[str, float]:
+        """Of the samples of all processes, in percent, from the counts of this one's."""
+        counts = self._ranks.sum({name: float(count) for name, count in hits.items()})
+        return {name: 100 * count / len(self._data.test) for name, count in counts.items()}
 
 
 @torch.no_grad()
@@ -49,13 +64,12 @@ def accuracies(
     """Of each model on the test set, in percent, by its name."""
     for model in models.values():
         model.eval()
-    right, count = dict.fromkeys(models, torch.zeros((), device=device)), 0
+    right = dict.fromkeys(models, torch.zeros((), device=device))
     for images, labels in test_set:
-        count += len(labels)
         for name, model in models.items():
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 right[name] = right[name] + (model(images).argmax(1) == labels).sum()
-    return {name: 100 * float(hits) / count for name, hits in right.items()}
+    return test_set.shares(right)
 
 
 def training_batches(

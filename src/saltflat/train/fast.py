@@ -38,7 +38,7 @@ def build_steps(
     """The steps of a run: recorded where that is possible, plain elsewhere."""
     if state.plain_because is None:
         return _Recorded(config, state, data, loader, device)
-    if config.fast and device.type == "cuda":
+    if config.fast and device.type == "cuda" and state.ranks.first:
         _say(state.plain_because)
     return plain_steps(config, state, loader)
 

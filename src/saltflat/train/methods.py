@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat import sam
+from saltflat._ranks import local
 from saltflat._term import TrajectoryTerm
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
@@ -69,8 +70,14 @@ class Training:
             self.teacher.before_replay()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the method's, the whole memory of outputs included."""
-        return {name: part.state_dict() for name, part in self._parts().items()}
+        """The optimizer's state and the method's, the whole memory of outputs included.
+
+        Where several processes have a part each, that is a DTensor.
+        """
+        return {
+            name: part.sharded_state_dict() if isinstance(part, SAF) else part.state_dict()
+            for name, part in self._parts().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
@@ -82,7 +89,7 @@ class Training:
         memory = self.term.memory.nbytes if isinstance(self.term, SAF) else 0
         teacher = 0 if self.teacher is None else self.teacher.nbytes
         kept = self.optimizer.state_dict().get("method", {}).get("kept", {}).values()
-        return memory + teacher + sum(tensor.nbytes for tensor in kept)
+        return memory + teacher + sum(tensor.nbytes for tensor in local(kept))
 
     def _parts(self) -> dict[str, Any]:
         own = self.term or self.teacher  # a term's teacher is in its own state

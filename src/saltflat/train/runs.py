@@ -14,7 +14,8 @@ from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data
 from saltflat.train.evaluate import training_batches
 from saltflat.train.folder import read_config
-from saltflat.train.state import check_data, device_of, fresh_model
+from saltflat.train.ranks import device_of
+from saltflat.train.state import check_data, fresh_model
 
 
 @dataclass(frozen=True)

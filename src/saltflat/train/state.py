@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from saltflat._ranks import sharded, take_first_ranks
 from saltflat.sam._random import random_state, set_random_state
-from saltflat.train.checkpoint import save_checkpoint
+from saltflat.train.augment import RANK, stream
+from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data
 from saltflat.train.methods import Setting, Training, check_method
 from saltflat.train.models import build_model
 from saltflat.train.optim import build_optimizer, build_schedule
+from saltflat.train.parallel import check_parallel, is_sharded, spread
+from saltflat.train.ranks import ALONE, Ranks, device_of
+from saltflat.train.shards import Key, Place, mapped, whole
 
 _PROGRESS = ("epoch", "step", "best", "seconds")
 _OWN = ("lr", "fused", "foreach", "capturable")
@@ -29,6 +35,8 @@ class State:
     """All that changes in a run."""
 
     model: nn.Module
+    network: nn.Module
+    """The model as training calls it: several processes average gradients there."""
     training: Training
     schedule: torch.optim.lr_scheduler.LRScheduler
     sums: Tensor
@@ -36,6 +44,9 @@ class State:
     batch_size: int
     plain_because: str | None
     """Why its steps cannot be recorded; None: they can."""
+    ranks: Ranks
+    build_model: Callable[[], nn.Module]
+    """Makes another such model."""
     epoch: int = 0
     step: int = 0
     """Steps done in the epoch."""
@@ -49,24 +60,54 @@ class State:
             found["teacher_accuracy"] = self.training.teacher
         return found
 
+    def whole_model(self) -> nn.Module:
+        """The model on this process alone: a copy, where each process has a part of it."""
+        if not is_sharded(self.model):
+            return self.model
+        model = self.build_model()
+        model.load_state_dict({k: _whole(v) for k, v in self.model.state_dict().items()})
+        return model
+
     def figures(self) -> dict[str, float]:
-        """The epoch's means so far; this waits for the device."""
-        loss, extra, right = (self.sums / (self.step * self.batch_size)).tolist()
+        """The epoch's means so far, over this process's rows; this waits for the device."""
+        rows = self.step * self.batch_size // self.ranks.size
+        loss, extra, right = (self.sums / rows).tolist()
         return {"loss": loss, "extra_loss": extra, "train_accuracy": 100 * right}
 
+    def settle(self) -> None:
+        """Have one model: rank 0's BatchNorm statistics on every rank, as it alone is evaluated.
+
+        A training pass reads none of them, so that they may differ until then.
+        """
+        if self.ranks.several:
+            take_first_ranks(list(self.model.buffers()), None)
+
     def save(self, run: Path, steps_per_epoch: int, data: Data) -> Path:
+        self.settle()
+        own = {"random": random_state(self.model.parameters()), "sums": self.sums.cpu()}
+        everyones = self.ranks.gathered(own)
         state = {
             "training": self.training.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": random_state(self.model.parameters()),
+            "random": [theirs["random"] for theirs in everyones],
             "data": fingerprint(data),
-            "sums": self.sums,
+            "sums": torch.stack([cast(Tensor, theirs["sums"]) for theirs in everyones]),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
         }
         done = self.epoch * steps_per_epoch + self.step
-        return save_checkpoint(run, done, self.model.state_dict(), state)
+        return save_checkpoint(run, done, self.model.state_dict(), state, self.ranks)
 
-    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def load(self, run: Path, data: Data) -> None:
+        """Go on from a run's newest checkpoint, if it has one.
+
+        Raises:
+            ValueError: If it was made with other data.
+        """
+        loaded = load_checkpoint(run, self.ranks, self._place())
+        if loaded is None:
+            return
+        weights, state = loaded
+        check_data(run, state, data)
         self.model.load_state_dict(weights)
         groups = self.training.optimizer.param_groups
         own = [{name: group[name] for name in _OWN if name in group} for group in groups]
@@ -83,15 +124,30 @@ class State:
                     if isinstance(steps.get("step"), Tensor):
                         steps["step"] = steps["step"].to(parameter.device)
         self.schedule.load_state_dict(state["schedule"])
-        self.sums.copy_(state["sums"])
         for name, value in state["progress"].items():
             setattr(self, name, value)
-        set_random_state(state["random"])
+        rank, size = self.ranks.rank, self.ranks.size
+        sums, random = state["sums"], state["random"]
+        self.sums.copy_(sums[rank] if len(sums) == size else sums.sum(0) / size)
+        if rank < len(random):
+            set_random_state(random[rank])
 
+    def _place(self) -> Place:
+        """Which part of a checkpoint's tensors is for this process."""
+        now: dict[Key, Tensor] = {}
+        parts = {"weights": self.model.state_dict(), "training": self.training.state_dict()}
+        mapped(now.__setitem__, parts)
+        parameters = [p for g in self.training.optimizer.param_groups for p in g["params"]]
 
-def device_of(config: Config) -> torch.device:
-    """Where a run takes place: a GPU if there is one, unless the config says otherwise."""
-    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        def place(key: Key, like: Tensor) -> Tensor:
+            # The optimizer's state, which may not be there yet, is by the parameter's number.
+            number = next((part for part in key if isinstance(part, int)), None)
+            own = now.get(key) if number is None else parameters[number]
+            if sharded([own]) and cast(Tensor, own).shape == like.shape:
+                return torch.empty_like(cast(Tensor, own), dtype=like.dtype)
+            return whole(key, like)
+
+        return place
 
 
 def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
@@ -105,16 +161,17 @@ def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torch.device]:
+def build(
+    config: Config, data: Data, steps_per_epoch: int, ranks: Ranks = ALONE
+) -> tuple[State, torch.device]:
     """Model, optimizer, schedule and method, all checked against each other."""
-    require(
-        int(os.environ.get("WORLD_SIZE", "1")) == 1,
-        "the runner trains in one process for now; for several, see docs/guides/distributed.md",
-    )
     method = check_method(config.method)
     device = device_of(config)
-    model = fresh_model(config, data, device)
-    reason = why_plain(config, data, device)
+    new_model = partial(fresh_model, config, data, device)
+    model = new_model()
+    if config.sync_batchnorm and ranks.several:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    reason = why_plain(config, data, device, ranks)
     optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     settings = {**method.settings(), **config.method.settings}
@@ -137,18 +194,26 @@ def build(config: Config, data: Data, steps_per_epoch: int) -> tuple[State, torc
             f"{config.method.name} chooses rows of the batch: it takes neither accumulate nor "
             "clip_norm"
         )
+    check_parallel(config, training, device, ranks)
+    network = spread(config, model, training, device, ranks)
+    if ranks.several:  # the same weights on all, but not the same dropout
+        torch.manual_seed(int(stream(config.seed, 0, RANK, ranks.rank).integers(2**63)))
     schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
     sums = torch.zeros(3, device=device)
-    return State(model, training, schedule, sums, config.data.batch_size, reason), device
+    size = config.data.batch_size
+    state = State(model, network, training, schedule, sums, size, reason, ranks, new_model)
+    return state, device
 
 
-def why_plain(config: Config, data: Data, device: torch.device) -> str | None:
+def why_plain(config: Config, data: Data, device: torch.device, ranks: Ranks = ALONE) -> str | None:
     """Why a run's data cannot live on the GPU and its steps be recorded there; None: they can."""
     images = data.train.images
     if not config.fast:
         return "the config says so"
     if device.type != "cuda":
         return "there is no GPU"
+    if ranks.several:
+        return "several processes wait for each other within a step"
     if not isinstance(images, Tensor):
         return "the images are decoded one by one"
     for name in ("mixup", "cutmix"):
@@ -170,6 +235,10 @@ def check_data(run: Path, state: dict[str, Any], data: Data) -> None:
         state["data"] == fingerprint(data),
         f"the data of {run} have changed since it was saved: bring them back, or train anew",
     )
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if sharded([tensor]) else tensor
 
 
 def fingerprint(data: Data) -> int:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from saltflat.train.augment import Batch, TrainLoader
 from saltflat.train.config import Config
 from saltflat.train.methods import Training
+from saltflat.train.parallel import is_sharded, synced
 from saltflat.train.state import State
 
 Steps = Callable[[int, int], Iterator[None]]
@@ -22,7 +23,7 @@ Steps = Callable[[int, int], Iterator[None]]
 
 def plain_steps(config: Config, state: State, loader: TrainLoader) -> Steps:
     """Steps on batches that a loader makes, one operation after another."""
-    step = build_step(config, state.training, state.model, state.sums)
+    step = build_step(config, state.training, state.network, state.sums)
 
     def steps(epoch: int, skip: int) -> Iterator[None]:
         for batch in loader.batches(epoch, skip):
@@ -41,13 +42,14 @@ def build_step(
     Args:
         config: The run.
         training: The method.
-        model: What is trained.
+        model: What is trained, as `spread` has made it.
         sums: Of vanilla losses, extra losses and right answers, on the model's device.
     """
     device = sums.device
     network: Any = torch.compile(model) if config.compile else model
     teacher = training.teacher if training.loss is not None else None
-    if teacher is not None and device.type == "cuda" and not teacher.fold() and config.compile:
+    cheaper = teacher is not None and device.type == "cuda" and not is_sharded(teacher.module)
+    if teacher is not None and cheaper and not teacher.fold() and config.compile:
         teacher.module.compile()
     # No weight is cast twice in a pass, and a cache would outlive a recorded step.
     half = {"enabled": config.precision == "bf16", "cache_enabled": False}
@@ -70,7 +72,7 @@ def build_step(
             images = images.to(memory_format=torch.channels_last)
         labels = batch.labels.to(device, non_blocking=True)
         mixed = batch.mixed
-        partners = labels if mixed is None else batch.labels[mixed.partner].to(device)
+        partners = labels if mixed is None else mixed.labels.to(device)
         share = 1.0 if mixed is None else mixed.share
         alone = mixed is None or not training.by_sample
         passes = count()
@@ -100,11 +102,12 @@ def build_step(
             size = -(-len(labels) // config.optimizer.accumulate)
             for start in range(0, len(labels), size):
                 rows = slice(start, start + size)
-                logits, losses, extra = forward(rows)
-                loss = losses.mean() if extra is None else losses.mean() + extra
-                if len(losses) < len(labels):
-                    loss = loss * (len(losses) / len(labels))
-                loss.backward()
+                with synced(model, last=rows.stop >= len(labels)):
+                    logits, losses, extra = forward(rows)
+                    loss = losses.mean() if extra is None else losses.mean() + extra
+                    if len(losses) < len(labels):
+                        loss = loss * (len(losses) / len(labels))
+                    loss.backward()
                 seen.append(loss.detach())
                 if first:
                     note(logits, losses, extra, labels[rows])

@@ -16,7 +16,7 @@ import torch
 from saltflat.sam._random import RandomState, random_state, set_random_state
 from saltflat.train.config import Config
 from saltflat.train.loop import Interrupted, Run, running, stopping
-from saltflat.train.state import device_of
+from saltflat.train.ranks import device_of
 
 TURN = 16
 """Steps of a turn: enough that the others have work while one run is being evaluated."""
