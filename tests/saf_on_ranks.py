@@ -25,8 +25,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from problems import CLASSES, FEATURES, SAMPLES, dataset, network, same
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -508,15 +506,18 @@ def a_part_of_the_state(ranks):
 
 
 def parts_are_the_shards_of_one_table(ranks):
-    """As a sharded checkpoint would describe them."""
+    """As a sharded checkpoint describes them, also inside another module."""
     epochs = {epoch: sampled(23, ranks.size, 5, epoch) for epoch in range(4)}
     saf, twin = compare_with_twin(ranks, small(23), epochs)
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    for name in ("table", "stamps"):
-        part, whole = (term.memory.state_dict()[name] for term in (saf, twin))
-        layout = {"shape": whole.shape, "stride": whole.stride()}
-        table = DTensor.from_local(part, mesh, [Shard(1)], run_check=False, **layout)
-        assert torch.equal(table.full_tensor(), whole)
+    state, expected = saf.sharded_state_dict(), twin.sharded_state_dict()
+    assert state.keys() == expected.keys() == twin.state_dict().keys()
+    for name in ("memory.table", "memory.stamps"):
+        assert torch.equal(state[name].full_tensor(), expected[name])
+    holder = nn.ModuleDict({"saf": small(23)()})
+    holder.load_state_dict({f"saf.{name}": value for name, value in state.items()})
+    assert same(dict(holder["saf"].state_dict()), dict(saf.state_dict()))
+    other = small(23, lag=3)()
+    expect(RuntimeError, "with other settings. Nothing was loaded", other.load_state_dict, state)
 
 
 def a_compiled_loss(ranks):

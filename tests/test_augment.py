@@ -7,7 +7,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as torchvision_functional
 
 from saltflat.train import augment
-from saltflat.train.augment import TrainLoader
+from saltflat.train.augment import Share, TrainLoader
 from saltflat.train.config import DataConfig
 from saltflat.train.data import Data, Labelled
 
@@ -266,6 +266,27 @@ def test_cutmix_pastes_a_box_and_counts_its_pixels():
             assert (rows.diff().sum(), columns.diff().sum()) <= (2, 2)
     shares = torch.tensor([after.mixed.share for _, after in mixed])
     assert 0.6 < shares.mean() < 0.7  # above a half, for what is beyond the edge is not pasted
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("kind", ["basic", "inception"])
+def test_a_processs_share_is_what_it_would_see_of_the_whole(kind, size, parts):
+    data = data_of(random_images(120))
+    config = DataConfig(augment=kind, **{**EVERYTHING, "batch_size": 12})
+    whole = list(TrainLoader(data, config, 0).batches(1))
+    assert {batch.mixed is None for batch in whole} == {True, False}
+    seen = []
+    for rank in range(size):
+        share = Share(rank, size, parts)
+        rows = share.of(12)
+        seen += rows.tolist()
+        for mine, batch in zip(TrainLoader(data, config, 0, share).batches(1), whole, strict=True):
+            for part, all_of_it in zip(mine[:3], batch[:3], strict=True):
+                assert torch.equal(part, all_of_it[rows])
+            if batch.mixed is not None:
+                assert mine.mixed.share == batch.mixed.share
+                assert torch.equal(mine.mixed.labels, batch.labels[batch.mixed.partner][rows])
+    assert sorted(seen) == list(range(12))
 
 
 def test_mixup_and_cutmix_take_turns():

@@ -282,10 +282,12 @@ def _train(options: Namespace) -> None:
         run = fit(config, folder)
     except Interrupted:
         command = shlex.join(["saltflat", "train", "--resume", str(folder)])
-        if is_first():
+        if started() == 1:
             print(f"stopped and saved; go on with: {command}")
-        # What torchrun started ends well, or it would be started again.
-        sys.exit(130 if started() == 1 else 0)
+            sys.exit(130)
+        if is_first():
+            print("stopped and saved; the same command goes on")
+        return  # with success, or torchrun would start it again
     if not is_first():
         return
     teacher = "" if run.teacher_accuracy is None else f", teacher {run.teacher_accuracy:.2f} %"

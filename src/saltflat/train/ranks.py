@@ -178,21 +178,22 @@ def joined(config: Config) -> Iterator[Ranks]:
         limit = timedelta(seconds=config.timeout)
         store, rank, size = _met(limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    ranks = Ranks(*world(None))
+    ranks, lost = Ranks(*world(None)), False
     try:
         ranks.agree(_flat(config.__dict__))
         yield ranks
         if joins:
             dist.barrier()
     except RuntimeError as error:
-        if not (ranks.several and _GONE.search(str(error))):
+        lost = ranks.several and _GONE.search(str(error)) is not None
+        if not lost:
             raise
         raise RuntimeError(
             f"rank {ranks.rank} of {ranks.size} lost another process, which has stopped or was not "
             f"heard of for timeout={config.timeout:g} seconds. {error}"
         ) from error
     finally:
-        if joins:
+        if joins and not lost:  # or it would wait for the lost one
             dist.destroy_process_group()
 
 
