@@ -17,6 +17,8 @@ from saltflat._perturb import displaced
 from saltflat.landscape import (
     Surface,
     _evaluate,
+    _moving,
+    _trial,
     line_between,
     loss_surface,
     random_directions,
@@ -184,7 +186,7 @@ def test_losses_and_accuracies_are_those_of_one_weight_at_a_time(batchnorm, size
 def test_rows_are_taken_in_parts_on_a_cpu(monkeypatch):
     model, data = residual(), [images()]
     whole = loss_surface(model, cross_entropy, data, points=3)
-    monkeypatch.setattr(_evaluate, "_CPU_ROWS", 6)
+    monkeypatch.setattr(_moving, "_CPU_ROWS", 6)
     parts = loss_surface(model, cross_entropy, data, points=3)
     assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
 
@@ -260,7 +262,7 @@ def test_half_precision_stays_within_what_it_promises():
     model, data = residual(), [images()]
     exact = loss_surface(model, cross_entropy, data, points=4)
     half = loss_surface(model, cross_entropy, data, points=4, precision="bf16")
-    absolute, relative = surface.TOLERANCE
+    absolute, relative = _trial.TOLERANCE
     assert (np.abs(half.losses - exact.losses) <= absolute + relative * exact.losses).all()
     assert not np.array_equal(half.losses, exact.losses)
     assert half.provenance["how"].startswith("bf16")
@@ -273,7 +275,7 @@ def test_where_half_precision_is_too_coarse_it_is_not_used(monkeypatch):
 
     model, data = residual(), [images()]
     exact = loss_surface(model, steep, data, points=3)
-    monkeypatch.setattr(surface, "TOLERANCE", (1e-5, 1e-5))
+    monkeypatch.setattr(_trial, "TOLERANCE", (1e-5, 1e-5))
     monkeypatch.setattr(surface, "_resolved", lambda *_: "bf16")  # as on a GPU
     found = loss_surface(model, steep, data, points=3)
     assert found.provenance["how"].startswith("float32")
