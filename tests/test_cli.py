@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from saltflat.cli import main
+from saltflat.cli import EXAMPLES, main
 from saltflat.train.methods import METHODS
 
 SMALL = ["--data.train_size=128", "--data.batch_size=32", "--epochs=2"]
@@ -100,7 +100,7 @@ def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "bench", "methods", "models", "recipes"])
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -440,8 +440,8 @@ sys.path.insert(0, sys.argv[2])
 from test_landscape import images, residual, cross_entropy
 from saltflat.landscape import loss_surface, surface
 
-torch.set_num_threads(1)
-surface.CHUNK, surface._SAVE_SECONDS = 5, 0.0
+torch.set_num_threads(int(sys.argv[3]))
+surface.CHUNK, surface._SAVE_SECONDS, surface._LOOK_SECONDS = 5, 0.0, 1e9
 calls = []
 
 def progress(done, total):
@@ -454,20 +454,21 @@ loss_surface(residual(), cross_entropy, [images()], points=6, path=sys.argv[1], 
 
 
 def test_a_surface_that_was_killed_goes_on_to_be_the_same(tmp_path, monkeypatch):
-    torch.set_num_threads(1)
+    monkeypatch.setattr(surface, "_LOOK_SECONDS", 1e9)
     path, seen = tmp_path / "landscape.npz", []
-    command = [sys.executable, "-c", INTERRUPTED, str(path), str(Path(__file__).parent)]
+    here, threads = str(Path(__file__).parent), str(torch.get_num_threads())
+    command = [sys.executable, "-c", INTERRUPTED, str(path), here, threads]
     killed = subprocess.run(command, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     part = Surface.load(path)
-    assert (part.done, part.complete) == (15, False)
-    assert np.isnan(part.losses.ravel()).sum() == 36 - 15
+    assert (part.done, part.complete) == (11, False)
+    assert np.isnan(part.losses.ravel()).sum() == 36 - 11
     model, data = residual(), [images()]
     whole = loss_surface(
         model, cross_entropy, data, points=6, path=path,
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
-    assert seen == [(36, 36)]
+    assert seen == [(12, 36), (36, 36)]
     undisturbed = loss_surface(model, cross_entropy, data, points=6)
     assert np.array_equal(whole.losses, undisturbed.losses)
     assert np.array_equal(whole.accuracies, undisturbed.accuracies)
@@ -476,16 +477,28 @@ def test_a_surface_that_was_killed_goes_on_to_be_the_same(tmp_path, monkeypatch)
 
 def test_an_error_saves_what_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(surface, "CHUNK", 4)
-    model, data, path = residual(), [images()], tmp_path / "landscape.npz"
+    monkeypatch.setattr(surface, "_LOOK_SECONDS", 1e9)
+    model, data, path = residual(), [images()], tmp_path / "new" / "landscape.npz"
 
     def stop(done, total):
-        if done == 8:
+        if done == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loss_surface(model, cross_entropy, data, points=3, path=path, progress=stop)
-    assert Surface.load(path).done == 8
+    assert Surface.load(path).done == 5
     assert loss_surface(model, cross_entropy, data, points=3, path=path).complete
+
+
+def test_slow_places_are_looked_at_one_by_one(monkeypatch):
+    seen = []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(surface, "_LOOK_SECONDS", seconds)
+        loss_surface(
+            network(), cross_entropy, [dataset().tensors], points=13,
+            progress=lambda done, total: seen.append(done),
+        )  # fmt: skip
+    assert seen == [*range(1, 170), 1, 129, 169]
 
 
 def test_a_complete_one_is_not_computed_again(tmp_path):

@@ -22,6 +22,9 @@ from saltflat.landscape._trial import tried
 from saltflat.landscape.directions import Directions, checksum, random_directions
 
 _SAVE_SECONDS = 5.0
+"""From one writing of the file to the next."""
+_LOOK_SECONDS = 1.0
+"""From one look at what is done to the next, about."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ def _filled(
         accuracies = surface.accuracies.ravel()
     done, before = surface.done, surface.provenance["seconds"]
     rows = surface.provenance["settings"]["rows"]
-    begin = saved = time.perf_counter()
+    begin = saved = looked = time.perf_counter()
+    step = 1
 
     def now() -> Surface:
         surface.provenance["seconds"] = before + time.perf_counter() - begin
@@ -198,15 +202,17 @@ def _filled(
 
     try:
         while done < len(grid):
-            found = places(grid[done : done + CHUNK]).numpy()
+            found = places(grid[done : done + step]).numpy()
             losses[done : done + len(found)] = found[:, 0]
             accuracies[done : done + len(found)] = 100 * found[:, 1] / rows
             done += len(found)
             if progress is not None:
                 progress(done, len(grid))
-            if path is not None and time.perf_counter() - saved > _SAVE_SECONDS:
+            before_this, looked = looked, time.perf_counter()
+            step = min(CHUNK, max(1, int(step * _LOOK_SECONDS / (looked - before_this))))
+            if path is not None and looked - saved > _SAVE_SECONDS:
                 now().save(path)
-                saved = time.perf_counter()
+                saved = looked
     finally:
         end = now()
         if path is not None:
@@ -255,7 +261,10 @@ def _begun(path: Path | str | None, settings: dict[str, Any]) -> Surface | None:
     Raises:
         ValueError: If it is another surface's.
     """
-    if path is None or not _npz(path).exists():
+    if path is None:
+        return None
+    _npz(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
+    if not _npz(path).exists():
         return None
     surface = Surface.load(path)
     theirs = surface.provenance["settings"]
