@@ -212,7 +212,7 @@ def profile(work: Work, name: str) -> None:
     way(places)
     with torch.profiler.profile() as seen:
         way(places)
-    by = "self_cuda_time_total" if CUDA else "self_cpu_time_total"
+    by = "self_device_time_total" if CUDA else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=110))
 
 

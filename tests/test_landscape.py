@@ -17,6 +17,8 @@ from saltflat._perturb import displaced
 from saltflat.landscape import (
     Surface,
     _evaluate,
+    _moving,
+    _trial,
     line_between,
     loss_surface,
     random_directions,
@@ -184,7 +186,7 @@ def test_losses_and_accuracies_are_those_of_one_weight_at_a_time(batchnorm, size
 def test_rows_are_taken_in_parts_on_a_cpu(monkeypatch):
     model, data = residual(), [images()]
     whole = loss_surface(model, cross_entropy, data, points=3)
-    monkeypatch.setattr(_evaluate, "_CPU_ROWS", 6)
+    monkeypatch.setattr(_moving, "_CPU_ROWS", 6)
     parts = loss_surface(model, cross_entropy, data, points=3)
     assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
 
@@ -260,7 +262,7 @@ def test_half_precision_stays_within_what_it_promises():
     model, data = residual(), [images()]
     exact = loss_surface(model, cross_entropy, data, points=4)
     half = loss_surface(model, cross_entropy, data, points=4, precision="bf16")
-    absolute, relative = surface.TOLERANCE
+    absolute, relative = _trial.TOLERANCE
     assert (np.abs(half.losses - exact.losses) <= absolute + relative * exact.losses).all()
     assert not np.array_equal(half.losses, exact.losses)
     assert half.provenance["how"].startswith("bf16")
@@ -273,7 +275,7 @@ def test_where_half_precision_is_too_coarse_it_is_not_used(monkeypatch):
 
     model, data = residual(), [images()]
     exact = loss_surface(model, steep, data, points=3)
-    monkeypatch.setattr(surface, "TOLERANCE", (1e-5, 1e-5))
+    monkeypatch.setattr(_trial, "TOLERANCE", (1e-5, 1e-5))
     monkeypatch.setattr(surface, "_resolved", lambda *_: "bf16")  # as on a GPU
     found = loss_surface(model, steep, data, points=3)
     assert found.provenance["how"].startswith("float32")
@@ -438,8 +440,8 @@ sys.path.insert(0, sys.argv[2])
 from test_landscape import images, residual, cross_entropy
 from saltflat.landscape import loss_surface, surface
 
-torch.set_num_threads(1)
-surface.CHUNK, surface._SAVE_SECONDS = 5, 0.0
+torch.set_num_threads(int(sys.argv[3]))
+surface.CHUNK, surface._SAVE_SECONDS, surface._LOOK_SECONDS = 5, 0.0, 1e9
 calls = []
 
 def progress(done, total):
@@ -452,20 +454,21 @@ loss_surface(residual(), cross_entropy, [images()], points=6, path=sys.argv[1], 
 
 
 def test_a_surface_that_was_killed_goes_on_to_be_the_same(tmp_path, monkeypatch):
-    torch.set_num_threads(1)
+    monkeypatch.setattr(surface, "_LOOK_SECONDS", 1e9)
     path, seen = tmp_path / "landscape.npz", []
-    command = [sys.executable, "-c", INTERRUPTED, str(path), str(Path(__file__).parent)]
+    here, threads = str(Path(__file__).parent), str(torch.get_num_threads())
+    command = [sys.executable, "-c", INTERRUPTED, str(path), here, threads]
     killed = subprocess.run(command, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     part = Surface.load(path)
-    assert (part.done, part.complete) == (15, False)
-    assert np.isnan(part.losses.ravel()).sum() == 36 - 15
+    assert (part.done, part.complete) == (11, False)
+    assert np.isnan(part.losses.ravel()).sum() == 36 - 11
     model, data = residual(), [images()]
     whole = loss_surface(
         model, cross_entropy, data, points=6, path=path,
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
-    assert seen == [(36, 36)]
+    assert seen == [(12, 36), (36, 36)]
     undisturbed = loss_surface(model, cross_entropy, data, points=6)
     assert np.array_equal(whole.losses, undisturbed.losses)
     assert np.array_equal(whole.accuracies, undisturbed.accuracies)
@@ -474,16 +477,28 @@ def test_a_surface_that_was_killed_goes_on_to_be_the_same(tmp_path, monkeypatch)
 
 def test_an_error_saves_what_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(surface, "CHUNK", 4)
-    model, data, path = residual(), [images()], tmp_path / "landscape.npz"
+    monkeypatch.setattr(surface, "_LOOK_SECONDS", 1e9)
+    model, data, path = residual(), [images()], tmp_path / "new" / "landscape.npz"
 
     def stop(done, total):
-        if done == 8:
+        if done == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loss_surface(model, cross_entropy, data, points=3, path=path, progress=stop)
-    assert Surface.load(path).done == 8
+    assert Surface.load(path).done == 5
     assert loss_surface(model, cross_entropy, data, points=3, path=path).complete
+
+
+def test_slow_places_are_looked_at_one_by_one(monkeypatch):
+    seen = []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(surface, "_LOOK_SECONDS", seconds)
+        loss_surface(
+            network(), cross_entropy, [dataset().tensors], points=13,
+            progress=lambda done, total: seen.append(done),
+        )  # fmt: skip
+    assert seen == [*range(1, 170), 1, 129, 169]
 
 
 def test_a_complete_one_is_not_computed_again(tmp_path):

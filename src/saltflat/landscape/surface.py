@@ -6,10 +6,8 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.landscape._evaluate import CHUNK, Batches, Loss, Places
+from saltflat.landscape._evaluate import CHUNK, Places
+from saltflat.landscape._moving import Loss
+from saltflat.landscape._trial import tried
 from saltflat.landscape.directions import Directions, checksum, random_directions
 
 _SAVE_SECONDS = 5.0
-TOLERANCE = (0.01, 0.02)
-"""What losses in bfloat16 may differ from the model's own: absolutely, and in proportion."""
+"""From one writing of the file to the next."""
+_LOOK_SECONDS = 1.0
+"""From one look at what is done to the next, about."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Surface:
 def loss_surface(
     model: nn.Module,
     loss_fn: Loss,
-    batches: Batches,
+    batches: Iterable[tuple[Tensor, Tensor]],
     *,
     points: int = 100,
     span: float = 1.0,
@@ -112,7 +113,7 @@ def loss_surface(
     stay as they are. The batches are held on the model's device, and a GPU takes several places at
     a time. In bfloat16 the weights of a place are made in float32 and then rounded; before the
     work, its losses at the middle and the corners are compared with the model's own precision, and
-    that is used where they differ by more than `TOLERANCE`. What was found is in the provenance.
+    that is used where they differ by more than 0.01 + 2 %. What was found is in the provenance.
 
     Args:
         model: The model at the centre.
@@ -171,7 +172,7 @@ def loss_surface(
     if surface.complete:
         return surface
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        places, found = _places(model, loss_fn, held, directions, settings, precision)
+        places, found = tried(model, loss_fn, held, directions, settings, precision)
         surface.provenance.update(found)
         return _filled(surface, places, path, progress)
 
@@ -188,7 +189,9 @@ def _filled(
     if surface.accuracies is not None:
         accuracies = surface.accuracies.ravel()
     done, before = surface.done, surface.provenance["seconds"]
-    begin = saved = time.perf_counter()
+    rows = surface.provenance["settings"]["rows"]
+    begin = saved = looked = time.perf_counter()
+    step = 1
 
     def now() -> Surface:
         surface.provenance["seconds"] = before + time.perf_counter() - begin
@@ -199,57 +202,22 @@ def _filled(
 
     try:
         while done < len(grid):
-            found = places(grid[done : done + CHUNK]).numpy()
+            found = places(grid[done : done + step]).numpy()
             losses[done : done + len(found)] = found[:, 0]
-            accuracies[done : done + len(found)] = 100 * found[:, 1]
+            accuracies[done : done + len(found)] = 100 * found[:, 1] / rows
             done += len(found)
             if progress is not None:
                 progress(done, len(grid))
-            if path is not None and time.perf_counter() - saved > _SAVE_SECONDS:
+            before_this, looked = looked, time.perf_counter()
+            step = min(CHUNK, max(1, int(step * _LOOK_SECONDS / (looked - before_this))))
+            if path is not None and looked - saved > _SAVE_SECONDS:
                 now().save(path)
-                saved = time.perf_counter()
+                saved = looked
     finally:
         end = now()
         if path is not None:
             end.save(path)
     return end
-
-
-def _places(
-    model: nn.Module,
-    loss_fn: Loss,
-    batches: list[tuple[Tensor, Tensor]],
-    directions: Directions,
-    settings: Mapping[str, Any],
-    asked: str,
-) -> tuple[Places, dict[str, Any]]:
-    """What gives the losses, and how far these are from the model's, one weight at a time."""
-    make = partial(Places, model, loss_fn, batches, directions, batchnorm=settings["batchnorm"])
-    span = settings["span"]
-    around = zip(directions.centre, directions.reach, strict=True)
-    corners = [[centre - span * reach, centre + span * reach] for centre, reach in around]
-    trial = [[0.0] * len(corners), list(directions.centre), *map(list, product(*corners))]
-    at = torch.tensor(trial, dtype=torch.float64)
-    expected = make(half=False, fold=False, lanes=1)(at)[:, 0].numpy()
-    known = np.isfinite(expected)
-    for half in (True, False) if settings["precision"] == "bf16" else (False,):
-        places = make(half=half)
-        places.record()
-        away = np.nan_to_num(np.abs(places(at)[:, 0].numpy() - expected)[known], nan=inf)
-        size = np.abs(expected[known])
-        if asked == "bf16" or not half or (away <= TOLERANCE[0] + TOLERANCE[1] * size).all():
-            break
-    found = {
-        "how": places.how,
-        "origin_loss": float(expected[0]),
-        "apart": {
-            "absolute": float(away.max(initial=0.0)),
-            "relative": float((away / np.maximum(size, 1e-12)).max(initial=0.0)),
-            "where": "the origin, the middle and the corners",
-            "from": "one weight at a time, in the model's precision",
-        },
-    }
-    return places, found
 
 
 def _check(points: int, span: float, batchnorm: str, precision: str) -> None:
@@ -293,7 +261,10 @@ def _begun(path: Path | str | None, settings: dict[str, Any]) -> Surface | None:
     Raises:
         ValueError: If it is another surface's.
     """
-    if path is None or not _npz(path).exists():
+    if path is None:
+        return None
+    _npz(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
+    if not _npz(path).exists():
         return None
     surface = Surface.load(path)
     theirs = surface.provenance["settings"]
