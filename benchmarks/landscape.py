@@ -111,11 +111,11 @@ def in_half(way: Way) -> Way:
     return losses
 
 
-def recorded(work: Work, half: bool, fold: bool = True, lanes: int = 1) -> Way:
+def recorded(work: Work, half: bool, fold: bool = True) -> Way:
     """Saltflat's, with parts of it left out."""
     model, x, y, directions = work
     data = [(x, y)]
-    how: dict[str, Any] = {"half": half, "fold": fold, "lanes": lanes}
+    how: dict[str, Any] = {"half": half, "fold": fold}
     places = Places(model, cross_entropy, data, directions, batchnorm="eval", **how)
     places.record()
     return lambda at: places(at)[:, 0]
@@ -141,9 +141,6 @@ def ways(work: Work) -> dict[str, Callable[[], Way]]:
         "recorded, float32, folded": lambda: recorded(work, False),
         "recorded, bf16": lambda: recorded(work, True, fold=False),
         "recorded, bf16, folded": lambda: recorded(work, True),
-        "recorded, bf16, folded, 2 at once": lambda: recorded(work, True, lanes=2),
-        "recorded, bf16, folded, 3 at once": lambda: recorded(work, True, lanes=3),
-        "recorded, bf16, folded, 4 at once": lambda: recorded(work, True, lanes=4),
     }
 
 

@@ -31,13 +31,12 @@ def problem(seed=0, rows=300):
     return used(Residual().to(CUDA), x, y, seed), x, y
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("batchnorm", ["eval", "batch"])
-def test_recorded_places_are_those_of_one_weight_at_a_time(lanes, batchnorm, exact):
+def test_recorded_places_are_those_of_one_weight_at_a_time(batchnorm, exact):
     model, x, y = problem()
     directions = random_directions(model)
     places = _evaluate.Places(
-        model, cross_entropy, [(x, y)], directions, batchnorm=batchnorm, half=False, lanes=lanes
+        model, cross_entropy, [(x, y)], directions, batchnorm=batchnorm, half=False
     )
     places.record()
     assert "recorded" in places.how
@@ -56,9 +55,7 @@ def test_half_precision_is_chosen_and_keeps_its_promise(exact):
     absolute, relative = _trial.TOLERANCE
     away = np.abs(found.losses.ravel() - expected)
     assert (away <= absolute + relative * expected).all()
-    assert found.provenance["how"] == (
-        f"bf16, BatchNorm folded, recorded, {_evaluate.LANES} places at once"
-    )
+    assert found.provenance["how"] == "bf16, BatchNorm folded, recorded"
     assert found.provenance["settings"]["precision"] == "bf16"
 
 

@@ -1,7 +1,7 @@
 """Losses at many places of a line or plane, quickly.
 
 On a GPU, the work for a place is recorded once and replayed for all of them, with coordinates read
-and losses written by a counter there, and for several places side by side.
+and losses written by a counter there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,8 +20,6 @@ from saltflat.landscape.directions import Directions
 
 CHUNK = 128
 """Places from one look at the device to the next."""
-LANES = 2
-"""Places that a GPU works on side by side."""
 _WARM_UP = 3
 """Times that the work is done before it is recorded: much is compiled, tuned or allocated then."""
 
@@ -39,7 +36,6 @@ class Places:
             the statistics of each batch.
         half: Whether to compute in bfloat16, the weights of a place rounded from float32.
         fold: Whether convolutions may take in BatchNorm.
-        lanes: Places side by side, on a GPU.
     """
 
     def __init__(
@@ -52,29 +48,22 @@ class Places:
         batchnorm: Literal["eval", "batch"],
         half: bool,
         fold: bool = True,
-        lanes: int = LANES,
     ) -> None:
         self.device = batches[0][0].device
-        count = lanes if can_record(self.device) else 1
-        make = partial(Moving, model, loss_fn, directions, batchnorm, half, fold)
-        first = make()
-        like: dict[str, Any] = {"device": self.device, "dtype": first.dtype}
-        self._places = torch.zeros(CHUNK + count, len(directions.axes), **like)
-        self._found = torch.zeros(CHUNK + count, 2, **like)
-        batches = _resized(batches, first.rows_that_fit(batches, count))
-        batches = [(_channels_last(x), y) for x, y in batches]
-        self._lanes = [first, *(make() for _ in range(count - 1))]
-        self._counters = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in self._lanes]
-        self._work = partial(self._once, batches)
-        self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
-            self._beside = [torch.cuda.Stream(self.device) for _ in self._lanes[1:]]
+        self._model = Moving(model, loss_fn, directions, batchnorm, half, fold)
+        like: dict[str, Any] = {"device": self.device, "dtype": self._model.dtype}
+        self._places = torch.zeros(CHUNK, len(directions.axes), **like)
+        self._found = torch.zeros(CHUNK, 2, **like)
+        batches = _resized(batches, self._model.rows_that_fit(batches))
+        self._batches = [(_channels_last(x), y) for x, y in batches]
+        self._at = torch.zeros(1, dtype=torch.long, device=self.device)
+        """The place to come."""
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._replay: Callable[[], None] | None = None
         self.how = ", ".join(
             [
                 "bf16" if half else str(next(model.parameters()).dtype).removeprefix("torch."),
-                *(["BatchNorm folded"] if first.folds else []),
+                *(["BatchNorm folded"] if self._model.folds else []),
             ]
         )
 
@@ -85,22 +74,11 @@ class Places:
         with self._on_stream(), torch.autocast(self.device.type, enabled=False):
             for part in places.split(CHUNK):
                 self._places[: len(part)].copy_(part)
-                self._places[len(part) :].copy_(part[-1])  # where a lane has nothing left to do
-                self._rewind()
-                for _ in range(0, len(part), len(self._lanes)):
-                    self._one()
+                self._at.zero_()
+                for _ in part:
+                    (self._replay or self._work)()
                 done.append(self._found[: len(part)].to("cpu", torch.float64, copy=True))
         return torch.cat(done)
-
-    def _one(self) -> None:
-        if self._replay is not None:
-            self._replay()
-        else:
-            self._work()
-
-    def _rewind(self) -> None:
-        for number, counter in enumerate(self._counters):
-            counter.fill_(number)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -115,38 +93,21 @@ class Places:
             return
         with self._on_stream(), tuned(), torch.autocast(self.device.type, enabled=False):
             for _ in range(_WARM_UP):
-                self._rewind()
+                self._at.zero_()
                 self._work()
-            self._rewind()
             try:
                 self._replay = record(self._work, None)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 print(f"places are taken one operation at a time: {reason}", file=sys.stderr)
                 return
-        beside = f", {len(self._lanes)} places at once" if len(self._lanes) > 1 else ""
-        self.how += f", recorded{beside}"
+        self.how += ", recorded"
 
-    def _once(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """The next place of every lane."""
-        if self._stream is None:
-            for number in range(len(self._lanes)):
-                self._lane(number, batches)
-            return
-        here = torch.cuda.current_stream(self.device)
-        for number, stream in enumerate([here, *self._beside]):
-            if stream is not here:
-                stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                self._lane(number, batches)
-        for stream in self._beside:
-            here.wait_stream(stream)
-
-    def _lane(self, number: int, batches: list[tuple[Tensor, Tensor]]) -> None:
-        counter, lane = self._counters[number], self._lanes[number]
-        lane.move(self._places.index_select(0, counter)[0])
-        self._found.index_copy_(0, counter, lane.losses(batches)[None])
-        counter += len(self._lanes)
+    def _work(self) -> None:
+        """The next place."""
+        self._model.move(self._places.index_select(0, self._at)[0])
+        self._found.index_copy_(0, self._at, self._model.losses(self._batches)[None])
+        self._at += 1
 
 
 def _channels_last(x: Tensor) -> Tensor:

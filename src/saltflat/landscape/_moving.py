@@ -88,7 +88,7 @@ class Moving:
             right = (outputs.argmax(1) == y).sum().to(self.dtype)
         return torch.stack([share * loss, right])
 
-    def rows_that_fit(self, batches: list[tuple[Tensor, Tensor]], lanes: int) -> int | None:
+    def rows_that_fit(self, batches: list[tuple[Tensor, Tensor]]) -> int | None:
         """How many rows may go through the model at once; None: as they come."""
         if any(m.training for m in self._model.modules()):
             return None  # the batches are what is normalised over
@@ -104,7 +104,7 @@ class Moving:
             torch.cuda.reset_peak_memory_stats(device)
             self._batch(x, y, 1.0)
         each = max(torch.cuda.max_memory_allocated(device) - before, 1) / len(x)
-        return max(1, int(torch.cuda.mem_get_info(device)[0] / 4 / lanes / each))
+        return max(1, int(torch.cuda.mem_get_info(device)[0] / 4 / each))
 
 
 class _Run:

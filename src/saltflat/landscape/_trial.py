@@ -44,7 +44,7 @@ def tried(
     corners = [[centre - span * reach, centre + span * reach] for centre, reach in around]
     trial = [[0.0] * len(corners), list(directions.centre), *map(list, product(*corners))]
     at = torch.tensor(trial, dtype=torch.float64)
-    expected = make(half=False, fold=False, lanes=1)(at)[:, 0].numpy()
+    expected = make(half=False, fold=False)(at)[:, 0].numpy()
     known = np.isfinite(expected)
     for half in (True, False) if settings["precision"] == "bf16" else (False,):
         places = make(half=half)

@@ -110,8 +110,8 @@ def loss_surface(
     .. math:: f(a, b) = L(\theta + a \delta + b \eta), \qquad a, b \in [-span, span]
 
     The model runs in evaluation mode on a copy of itself; weights, buffers, generators and flags
-    stay as they are. The batches are held on the model's device, and a GPU takes several places at
-    a time. In bfloat16 the weights of a place are made in float32 and then rounded; before the
+    stay as they are. The batches are held on the model's device, and a GPU replays the work for
+    a place. In bfloat16 the weights of a place are made in float32 and then rounded; before the
     work, its losses at the middle and the corners are compared with the model's own precision, and
     that is used where they differ by more than 0.01 + 2 %. What was found is in the provenance.
 
