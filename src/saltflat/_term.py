@@ -52,6 +52,13 @@ class TrajectoryTerm(Clocked):
         """Whether the loss is added in this epoch."""
         return bool(self._started)
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of all processes as one; all must ask for it, and rank 0 gets it."""
+        return self.state_dict()
+
+    def _take_part(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Leave of a state of all processes what belongs to this one."""
+
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
         self._started = None if epoch is None else epoch >= self.start_epoch
@@ -138,6 +145,7 @@ def _refuse_another_size(
     term: TrajectoryTerm, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Raise before anything is loaded, where torch would load what fits and then raise."""
+    term._take_part(state_dict, prefix)
     for name, own in term.state_dict().items():
         loaded = state_dict.get(prefix + name)
         if loaded is not None and (loaded.shape, loaded.dtype) != (own.shape, own.dtype):

@@ -27,7 +27,8 @@ class MESA(TrajectoryTerm):
     `start_epoch`. In eval mode it returns 0 without running the teacher.
 
     Args:
-        model: The model to train. A copy of it becomes the teacher; the model is not kept.
+        model: The model to train, which returns logits, or something that has them as `.logits`, as
+            Hugging Face's models do. A copy of it becomes the teacher; the model is not kept.
         weight: The paper's lambda: 0.8 on CIFAR, 0.3 on ImageNet.
         temperature: The paper's tau.
         decay: The paper's beta: 0.9995 on CIFAR, 0.9998 on ImageNet. `decay_for_half_life` makes
@@ -110,7 +111,7 @@ class MESA(TrajectoryTerm):
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
                 f"the teacher must return logits of shape {tuple(logits.shape)}, got {got}: "
-                "give MESA a model that returns the tensor of logits itself"
+                "give MESA a model that returns the tensor of logits itself, or has it as .logits"
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
         if can_fuse(logits):
@@ -151,7 +152,8 @@ class MESA(TrajectoryTerm):
         if rows < batch:
             inputs = tuple(part(x) for x in inputs)
             kwargs = {name: part(x) for name, x in kwargs.items()}
-        return self.teacher(*inputs, **kwargs)
+        outputs = self.teacher(*inputs, **kwargs)
+        return getattr(outputs, "logits", outputs)
 
     def _drop(self) -> None:
         """Forget what was started early, when it has ended."""
