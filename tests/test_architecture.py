@@ -37,6 +37,7 @@ ARROWS = {
     "memory": {"_gather", "_mapped", "_rings", "_sources", "_staging", "codecs"},
     "_sharded": {"_capture", "_sources", "exchange", "memory"},
     "saf": {"_capture", "_ranks", "_sharded", "_term", "exchange", "memory"},
+    "dialects": set(),
     "mesa": {"_capture", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture"},
     "sharpness": {"_perturb", "_batchnorm"},
@@ -55,7 +56,17 @@ ARROWS = {
     "report": set(),
     "cli": {"train", "report"},
     "__main__": {"cli"},
-    "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sampler", "sam"},
+    "__init__": {
+        "trajectory",
+        "saf",
+        "mesa",
+        "memory",
+        "teacher",
+        "indexed",
+        "sampler",
+        "sam",
+        "dialects",
+    },
 }
 """From each module, or package, to those it may import beside itself."""
 
