@@ -7,8 +7,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# A name, because a comma would end the argument that it stands in.
-EXTRAS := train,report
 # One thread a worker: the nets are small and the workers many.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -50,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 	$(call step,look for Python 3.11 or newer,$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))')
 	$(call step,make $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call step,bring pip up to date,$(BIN)/python -m pip install -q --upgrade -c constraints.txt pip)
-	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]" --group dev)
+	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[all]" --group dev)
 	@touch $@
 
 clean:

@@ -498,11 +498,45 @@ def a_part_of_the_state(ranks):
             again.load_state_dict,
             others,
         )
-    whole = small(23)(process_group=ranks.alone).state_dict()
-    expect(RuntimeError, "belongs to a SAF with other settings", again.load_state_dict, whole)
+    larger = small(24)(process_group=ranks.alone).state_dict()
+    expect(RuntimeError, "belongs to a SAF with other settings", again.load_state_dict, larger)
     assert same(dict(again.state_dict()), before)
     one = small(len(state["memory.stamps"][0]))(process_group=ranks.alone)
     expect(RuntimeError, "the loaded samples are", one.load_state_dict, state)
+
+
+def one_state_for_any_number_of_ranks(ranks):
+    """What rank 0 gets is one process's state, and every rank, and one alone, takes it up."""
+    for storage in ("float16", "uint8"):
+        make = small(23, storage=storage)
+        epochs = {epoch: sampled(23, ranks.size, 5, epoch) for epoch in range(4)}
+
+        def spoil(logits, epoch, step, rank):
+            if (epoch, step) == (1, 1):
+                logits[rank % len(logits), 0] = float("nan")
+            return logits
+
+        saf, twin = compare_with_twin(ranks, make, epochs, spoil)
+        expected = dict(twin.state_dict())
+        whole = saf.whole_state_dict()
+        assert same(dict(whole), expected) if ranks.rank == 0 else whole == {}
+        again, alone = make(), make(process_group=ranks.alone)
+        outer = torch.nn.ModuleDict({"term": again})  # and so under a prefix
+        outer.load_state_dict({f"term.{name}": tensor for name, tensor in expected.items()})
+        for name, tensor in saf.state_dict().items():
+            if name != "_nonfinite":
+                assert same(again.state_dict()[name], tensor), name
+        assert sum(ranks.gathered(again.nonfinite_rows)) == twin.nonfinite_rows > 0
+        if ranks.rank == 0:
+            alone.load_state_dict(whole)
+            assert same(dict(alone.whole_state_dict()), expected)
+    fresh = make()  # nothing was written, nor has it memory
+    state = fresh.whole_state_dict()
+    if ranks.rank == 0:
+        assert same(dict(state), dict(make(process_group=ranks.alone).state_dict()))
+    fresh.load_state_dict(twin.state_dict())
+    for name in ("table", "stamps"):
+        assert same(fresh.memory.state_dict()[name], saf.memory.state_dict()[name])
 
 
 def parts_are_the_shards_of_one_table(ranks):
@@ -653,6 +687,7 @@ SCENARIOS = {
         disagreement_is_named,
         a_batch_larger_than_the_first,
         a_part_of_the_state,
+        one_state_for_any_number_of_ranks,
         parts_are_the_shards_of_one_table,
         a_compiled_loss,
         teachers_stay_the_same,

@@ -37,6 +37,7 @@ ARROWS = {
     "memory": {"_gather", "_mapped", "_rings", "_sources", "_staging", "codecs"},
     "_sharded": {"_capture", "_sources", "exchange", "memory"},
     "saf": {"_capture", "_ranks", "_sharded", "_term", "exchange", "memory"},
+    "dialects": set(),
     "mesa": {"_capture", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture", "_ranks"},
     "sharpness": {"_perturb", "_batchnorm"},
@@ -54,10 +55,21 @@ ARROWS = {
         "sharpness",
         "__version__",
     },
+    "integrations": {"indexed", "mesa", "saf", "sharpness"},
     "report": {"landscape"},
     "cli": {"train", "landscape", "report"},
     "__main__": {"cli"},
-    "__init__": {"trajectory", "saf", "mesa", "memory", "teacher", "indexed", "sampler", "sam"},
+    "__init__": {
+        "trajectory",
+        "saf",
+        "mesa",
+        "memory",
+        "teacher",
+        "indexed",
+        "sampler",
+        "sam",
+        "dialects",
+    },
 }
 """From each module, or package, to those it may import beside itself."""
 
@@ -79,6 +91,12 @@ EXTRAS = {
     "log.py": {"rich"},
     "models.py": {"timm"},
     "statistics.py": {"scipy"},
+    "lightning.py": {"lightning"},
+    "_lightning.py": {"lightning"},
+    "_lightning_sharpness.py": {"lightning"},
+    "transformers.py": {"transformers"},
+    "accelerate.py": {"accelerate"},
+    "timm.py": {"timm"},
 }
 """What single files may import beside these."""
 
@@ -124,6 +142,29 @@ def test_importing_saltflat_loads_torch_and_numpy_only():
     loaded = set(result.stdout.split()) - set(sys.stdlib_module_names)
     assert loaded <= {"saltflat", "torch", "numpy"}
     assert "saltflat" in loaded
+
+
+def test_an_adapter_without_its_framework_names_the_command_that_installs_it():
+    adapters = [path.stem for path in (SOURCE / "integrations").glob("[a-z]*.py")]
+    assert sorted(adapters) == ["accelerate", "lightning", "timm", "transformers"]
+    script = """
+import importlib, sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None  # as if it were not installed
+    try:
+        importlib.import_module(f"saltflat.integrations.{name}")
+    except ImportError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", script, *adapters]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    for name in adapters:
+        assert f"missing: pip install 'saltflat[{name}]'" in said
+
+
+def test_adapters_are_thin():
+    for path in (SOURCE / "integrations").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 150, path.name
 
 
 def test_every_public_name_is_there_and_documented():

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import saltflat
+from saltflat import MESA, mesa_dialect
 from saltflat.train.measure import MEASURES, chosen
 
 ROOT = Path(__file__).parent.parent
@@ -79,11 +80,14 @@ def test_every_picture_of_the_documents_is_there_and_light():
         assert 2_000 < picture.stat().st_size < 300_000
 
 
+METHODS = {**{name: getattr(saltflat.sam, name) for name in saltflat.sam.__all__}, "MESA": MESA}
+
+
 def test_every_method_of_the_family_has_a_card():
-    assert CARDS.keys() == {name.lower() for name in saltflat.sam.__all__}
+    assert CARDS.keys() == {name.lower() for name in METHODS}
 
 
-@pytest.mark.parametrize("name", saltflat.sam.__all__)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
     card = CARDS[name.lower()]
     x, y = dataset().tensors
@@ -91,8 +95,8 @@ def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
     before = names["model"][0].weight.detach().clone()
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
     assert not torch.equal(names["model"][0].weight, before)
-    signature = inspect.signature(getattr(saltflat.sam, name)).parameters
-    defaults = {n: repr(p.default) for n, p in signature.items() if n != "base_optimizer"}
+    signature = inspect.signature(METHODS[name]).parameters
+    defaults = {n: repr(p.default) for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
     assert dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", card, re.MULTILINE)) == defaults
     for section in ("Use", "Settings", "Cost", "Where it does not help", "Reference"):
         assert f"\n## {section}\n" in card
@@ -117,6 +121,70 @@ def test_the_guide_to_sharpness_says_what_measures_take_and_cost():
             assert (found.forward, found.backward) == (2 * 128 / 144, 128 / 144)
         else:
             assert f"{found.forward:.0f} + {found.backward:.0f}" == cost
+
+
+def test_mesas_dialects_are_the_tables_and_its_code_runs():
+    names = {"model": network(), "MESA": MESA}
+    exec(re.findall(r"```python\n(.*?)```", CARDS["mesa"], re.DOTALL)[1], names)
+    assert names["mesa"].start_epoch == 75
+    rows = [line.split(" | ") for line in CARDS["mesa"].splitlines() if line.endswith('"` |')]
+    starts = {"5": 5, "E / 4, rounded up": 3, "E // 4 + 1": 3}
+    for _, _, weight, temperature, squared, start, decay, name in rows:
+        dialect = mesa_dialect(name.strip('`"| '), epochs=10)
+        assert dialect["weight"] == float(weight)
+        assert dialect["temperature"] == float(temperature)
+        assert f"`{dialect['tau_squared']}`" == squared
+        assert dialect["start_epoch"] == starts[start]
+        assert str(dialect.get("decay", "theirs")) == decay
+    assert len(rows) == 4
+
+
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "integrations").glob("*.md")}
+
+
+def named(page):
+    """What a page takes for granted."""
+    names = {"train_set": dataset(), "num_classes": CLASSES, "epochs": 7, "net": network()}
+    if page == "transformers":
+        from test_transformers import bert, texts
+
+        return {**names, "train_set": texts(), "model": bert()}
+    return {**names, "model": names["net"]}
+
+
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own
+@pytest.mark.parametrize("page", ["lightning", "transformers", "accelerate", "timm"])
+def test_an_integrations_page_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = named(page)
+    for block in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
+        exec(block, names)
+    if page == "transformers":
+        logged = [log.get("trajectory_loss", 0) for log in names["trainer"].state.log_history]
+        assert names["trainer"].term is names["mesa"] and names["mesa"].epoch == 1, logged
+        return
+    terms = [names.get(name) for name in ("saf", "mesa")]
+    terms = [getattr(term, "term", term) for term in terms if term is not None]
+    if page == "timm":
+        terms.append(names["task"].term)
+        assert names["first_epoch"] == 7
+    assert len(terms) == 2 and all(term.epoch == 6 and term.started for term in terms)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("lightning_digits.py", r"saf, 2 epochs, .*'accuracy': '0.\d+'"),
+        ("transformers_text.py", r"saf: test accuracy [\d.]+ %"),
+        ("accelerate_digits.py", r"epoch 1, 1 process.*test accuracy [\d.]+ %"),
+        ("timm_digits.py", r"epoch 1: .*test accuracy [\d.]+ %"),
+    ],
+)
+def test_an_example_runs(script, said, tmp_path):
+    assert script in PAGES[script.partition("_")[0]]
+    command = [sys.executable, str(ROOT / "examples" / script), "--epochs", "2", "--out"]
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert re.search(said, result.stdout), result.stderr
 
 
 def test_the_demo_prints_accuracies():

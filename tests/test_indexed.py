@@ -3,6 +3,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from saltflat import with_index
+from saltflat.indexed import indexed_loader, split_index, with_index_column
 
 
 class Squares(Dataset):
@@ -74,3 +75,57 @@ def test_samples_without_a_lasting_index_are_refused():
 def test_tensor_dataset():
     index, x = with_index(TensorDataset(torch.arange(4) * 10))[2]
     assert (index, x.item()) == (2, 20)
+
+
+def joined(samples):
+    """A collate function of one's own."""
+    return {"x": torch.stack([x for x, _ in samples]), "y": [y for _, y in samples]}
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"batch_size": 6, "shuffle": True, "drop_last": True},
+        {"batch_sampler": [[3, 1], [2, 19, 2]]},
+        {"batch_size": 4, "num_workers": 1, "collate_fn": joined},
+    ],
+)
+def test_a_loader_made_elsewhere_yields_its_own_batches_with_their_index(order):
+    def seeded():
+        return DataLoader(Squares(), generator=torch.Generator().manual_seed(3), **order)
+
+    for (index, batch), expected in zip(indexed_loader(seeded()), seeded(), strict=True):
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        assert type(batch) is type(expected)
+        assert torch.equal(torch.as_tensor(x), index**2)
+        assert torch.equal(torch.as_tensor(y), index % 3)
+        x_alone, _ = expected.values() if isinstance(expected, dict) else expected
+        assert torch.equal(x, x_alone)
+
+
+def test_a_loader_that_makes_no_batches():
+    with pytest.raises(ValueError, match="batch_size=None and so makes no batches"):
+        indexed_loader(DataLoader(Squares(), batch_size=None))
+
+
+@pytest.mark.parametrize("rest", [["x", "y"], [{"x": 1}], [["x", "y"]]])
+def test_what_was_added_to_a_batch_is_taken_off(rest):
+    index = torch.tensor([3, 1])
+    got, batch = split_index([index, *rest])
+    assert got is index
+    assert batch == (rest if len(rest) > 1 else rest[0])
+    got, batch = split_index({"index": index, "x": 1})
+    assert got is index and batch == {"x": 1}
+
+
+@pytest.mark.parametrize("batch", [[torch.rand(3), 1], [torch.ones(3, 2).int(), 1], {"x": 1}, 7])
+def test_a_batch_without_an_index_is_refused(batch):
+    with pytest.raises(ValueError, match=f"no index in a batch of type {type(batch).__name__}"):
+        split_index(batch)
+
+
+def test_a_column_for_dictionaries():
+    rows = [{"x": 4}, {"x": 9}]
+    data = with_index_column(rows)
+    assert list(data) == data.__getitems__([0, -1]) == [{"x": 4, "index": 0}, {"x": 9, "index": 1}]
+    assert with_index_column(data) is data

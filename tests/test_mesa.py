@@ -1,4 +1,5 @@
 import copy
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -127,6 +128,22 @@ def test_a_model_that_returns_something_else():
     x = torch.randn(4, 3)
     with pytest.raises(ValueError, match=r"logits of shape \(4, 2\), got tuple"):
         mesa(model(x)[0], x)
+
+
+def test_a_model_whose_output_has_logits():
+    class Output(NamedTuple):
+        logits: torch.Tensor
+
+    class Named(nn.Linear):
+        def forward(self, x):
+            return Output(super().forward(x))
+
+    model = Named(3, 2)
+    mesa = MESA(model, start_epoch=0)
+    mesa.set_epoch(0)
+    x = torch.randn(4, 3)
+    assert mesa(model(x).logits, x) == 0
+    assert mesa(2 * model(x).logits, x) > 0
 
 
 def test_the_student_is_not_part_of_its_state():

@@ -6,6 +6,7 @@ from saltflat.trajectory import trajectory_loss
 # the paper's two methods
 from saltflat.saf import SAF
 from saltflat.mesa import MESA
+from saltflat.dialects import mesa_dialect
 
 # what they are compared with
 from saltflat import sam
@@ -27,6 +28,7 @@ __all__ = [
     "OutputMemory",
     "StickySampler",
     "decay_for_half_life",
+    "mesa_dialect",
     "sam",
     "trajectory_loss",
     "with_index",

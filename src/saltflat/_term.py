@@ -62,6 +62,10 @@ class TrajectoryTerm(Clocked):
         """What the trajectory loss of a step is multiplied by."""
         return self.weight
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of all processes as one; all must ask for it, and rank 0 gets it."""
+        return self.state_dict()
+
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
         self._started = None if epoch is None else epoch >= self.start_epoch

@@ -168,10 +168,33 @@ class Exchange:
         not have equally many: so a rank's part is its sum, times the ranks, by the rows of all.
         """
         count = valid.sum()
+        return loss * (self.size * count) / self.total(count).clamp(min=1)
+
+    def total(self, count: Tensor) -> Tensor:
+        """The sum of all ranks' counts of rows."""
         total = count.clone()
-        with _in_time("count the rows that have a reference"):
+        with _in_time("count the rows of all ranks"):
             dist.all_reduce(total, group=self._group)
-        return loss * (self.size * count) / total.clamp(min=1)
+        return total
+
+    def joined(self, part: Tensor) -> Tensor | None:
+        """All ranks' parts of a table as one, in rank 0's host memory; None on the others.
+
+        Args:
+            part: Of shape (slots, samples of this rank, ...); sent slot by slot.
+        """
+        whole = None
+        if self.rank == 0:
+            shape = (len(part), self.num_samples, *part.shape[2:])
+            whole = torch.empty(shape, dtype=part.dtype, device="cpu")
+        for number, slot in enumerate(part):
+            mine = slot.to("cpu", copy=True)  # of a view all would be sent that it is a view of
+            parts = [mine] * self.size if self.rank == 0 else None
+            with _in_time("join the parts of its memory"):
+                dist.gather_object(mine, parts, group=self._group, group_dst=0)
+            if whole is not None and parts is not None:
+                torch.cat(parts, out=whole[number])
+        return whole
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Rows up to the common size; with flags of 0, those behind the end are not kept."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, cast
 
-from torch.utils.data import Dataset, IterableDataset
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 
 def with_index(dataset: Dataset[Any]) -> Dataset[tuple[Any, ...]]:
@@ -26,16 +28,110 @@ def with_index(dataset: Dataset[Any]) -> Dataset[tuple[Any, ...]]:
         >>> with_index([("cat", 3), ("dog", 5)])[1]
         (1, 'dog', 5)
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no index that means the same sample in every epoch: "
-            "use a map-style dataset, or MESA, which needs no index"
-        )
     return _WithIndex(dataset)
 
 
-class _WithIndex(Dataset[tuple[Any, ...]]):
+def with_index_column(dataset: Any) -> Any:
+    """A dataset of dictionaries that have their index as "index"; one that is there stays.
+
+    Args:
+        dataset: A dataset of the `datasets` library, or any map-style dataset of dictionaries.
+
+    Raises:
+        TypeError: If the dataset is iterable-style.
+
+    Example:
+        >>> with_index_column([{"text": "cat"}, {"text": "dog"}])[1]
+        {'text': 'dog', 'index': 1}
+    """
+    keyed = _Keyed(dataset)
+    if len(keyed) and "index" in dataset[0]:
+        return dataset
+    if hasattr(dataset, "add_column"):
+        return dataset.add_column("index", list(range(len(keyed))))
+    return keyed
+
+
+def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that yields (index, batch) for each batch of another, which is made elsewhere.
+
+    The batch is what the loader's own collate function makes of the samples alone. Order, workers
+    and all other settings of a DataLoader stay.
+
+    Args:
+        loader: A DataLoader over a map-style dataset.
+
+    Raises:
+        TypeError: If the dataset is iterable-style.
+        ValueError: If the loader does not make batches.
+
+    Example:
+        >>> list(indexed_loader(DataLoader(["cat", "dog", "cow"], batch_size=2)))
+        [(tensor([0, 1]), ['cat', 'dog']), (tensor([2]), ['cow'])]
+    """
+    numbered = _Numbered(loader.dataset)
+    batches = loader.batch_sampler
+    if batches is None:
+        raise ValueError("the loader has batch_size=None and so makes no batches")
+    order: dict[str, Any] = {"batch_sampler": batches}
+    if type(batches) is BatchSampler:  # whose parts another sampler may be put between
+        order = {name: getattr(loader, name) for name in ("batch_size", "sampler", "drop_last")}
+    others = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
+    collate = _Collate(loader.collate_fn)
+    return type(loader)(numbered, collate_fn=collate, **order, **others)
+
+
+def split_index(batch: Any) -> tuple[Tensor, Any]:
+    """A batch's index, and the batch without: what `with_index` and `indexed_loader` added.
+
+    Args:
+        batch: (index, ...) or a dictionary with "index". A single thing after the index is given
+            back as it is, several as the rest of the list or tuple.
+
+    Raises:
+        ValueError: If there is no index.
+
+    Example:
+        >>> split_index([torch.tensor([4, 2]), "images", "labels"])
+        (tensor([4, 2]), ['images', 'labels'])
+    """
+    if isinstance(batch, Mapping) and "index" in batch:
+        return batch["index"], {name: part for name, part in batch.items() if name != "index"}
+    first = batch[0] if isinstance(batch, list | tuple) and len(batch) > 1 else None
+    if isinstance(first, Tensor) and first.dim() == 1 and not first.is_floating_point():
+        return first, batch[1] if len(batch) == 2 else batch[1:]
+    raise ValueError(
+        f"no index in a batch of type {type(batch).__name__}, and SAF must know its samples: load "
+        "with_index(dataset) in place of the dataset, or wrap the loader in indexed_loader(loader)"
+    )
+
+
+_LOADER_SETTINGS = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context"),
+    *("worker_init_fn", "timeout", "generator", "pin_memory", "pin_memory_device", "in_order"),
+)
+
+
+class _Collate:
+    """From numbered samples to their numbers and a batch of them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[Tensor, Any]:
+        numbers, samples = zip(*numbered, strict=True)
+        return torch.tensor(numbers), self.collate(list(samples))
+
+
+class _Numbered(Dataset[tuple[Any, ...]]):
+    """Yields (index, sample)."""
+
     def __init__(self, dataset: Dataset[Any]) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no index that means the same sample in every epoch: "
+                "use a map-style dataset, or MESA, which needs no index"
+            )
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -43,14 +139,14 @@ class _WithIndex(Dataset[tuple[Any, ...]]):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         index = self._from_start(index)
-        return _indexed(index, self.dataset[index])
+        return index, self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
         """What a DataLoader asks for: a whole batch at once, where the dataset can."""
         indices = [self._from_start(index) for index in indices]
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch else [self.dataset[i] for i in indices]
-        return [_indexed(i, sample) for i, sample in zip(indices, samples, strict=True)]
+        return list(zip(indices, samples, strict=True))
 
     def _from_start(self, index: int) -> int:
         """The one number that a sample has, however it was asked for."""
@@ -60,5 +156,26 @@ class _WithIndex(Dataset[tuple[Any, ...]]):
         return number + length if number < 0 else number
 
 
-def _indexed(index: int, sample: Any) -> tuple[Any, ...]:
+class _WithIndex(_Numbered):
+    """Yields (index, *sample)."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return _flat(*super().__getitem__(index))
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
+        return [_flat(*numbered) for numbered in super().__getitems__(indices)]
+
+
+class _Keyed(_Numbered):
+    """Yields {**sample, "index": index}."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        number, sample = super().__getitem__(index)
+        return {**sample, "index": number}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{**sample, "index": i} for i, sample in super().__getitems__(indices)]
+
+
+def _flat(index: int, sample: Any) -> tuple[Any, ...]:
     return (index, *sample) if isinstance(sample, tuple | list) else (index, sample)

@@ -27,7 +27,8 @@ class MESA(TrajectoryTerm):
     `start_epoch`. In eval mode it returns 0 without running the teacher.
 
     Args:
-        model: The model to train. A copy of it becomes the teacher; the model is not kept.
+        model: The model to train, which returns logits, or something that has them as `.logits`, as
+            Hugging Face's models do. A copy of it becomes the teacher; the model is not kept.
         weight: The paper's lambda: 0.8 on CIFAR, 0.3 on ImageNet.
         temperature: The paper's tau.
         decay: The paper's beta: 0.9995 on CIFAR, 0.9998 on ImageNet. `decay_for_half_life` makes
@@ -103,12 +104,12 @@ class MESA(TrajectoryTerm):
             self._ahead = None
         else:
             self._drop()
-            reference = self.teacher(*inputs, **kwargs)
+            reference = self._reference(inputs, kwargs)
         if not isinstance(reference, Tensor) or reference.shape != logits.shape:
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
                 f"the teacher must return logits of shape {tuple(logits.shape)}, got {got}: "
-                "give MESA a model that returns the tensor of logits itself"
+                "give MESA a model that returns the tensor of logits itself, or has it as .logits"
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
         if can_fuse(logits):
@@ -133,7 +134,7 @@ class MESA(TrajectoryTerm):
             side = self._sides[device]
             side.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if side is None else torch.cuda.stream(side):
-            reference = self.teacher(*inputs, **kwargs)
+            reference = self._reference(inputs, kwargs)
         self._ahead = _Ahead(inputs, kwargs, _versions(inputs, kwargs), reference, side)
 
     @property
@@ -144,6 +145,10 @@ class MESA(TrajectoryTerm):
     @property
     def _factor(self) -> float:
         return self.weight * self.interval
+
+    def _reference(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self.teacher(*inputs, **kwargs)
+        return getattr(outputs, "logits", outputs)
 
     def _drop(self) -> None:
         """Forget what was started early, when it has ended."""

@@ -230,6 +230,36 @@ class SAF(TrajectoryTerm):
         self.memory.set_epoch(epoch)
         super().set_epoch(epoch)
 
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The state of all processes as one process would have it, for a checkpoint in one file.
+
+        `load_state_dict` takes it on any number of processes, each its own part. Every process must
+        call this; rank 0 gets the state, in host memory, and the others an empty one. In one
+        process it is `state_dict()`.
+        """
+        state = self.state_dict()
+        if self._exchange is None:
+            return state
+        whole = {**state, "_nonfinite": self._exchange.total(self._nonfinite)}
+        for name in _RINGS:
+            whole[name] = self._exchange.joined(state[name])
+        del whole["memory.block"]
+        return whole if self._exchange.rank == 0 else {}
+
+    def _take_part(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Leave of a state of all processes what belongs to this one."""
+        table = state_dict.get(f"{prefix}memory.table")
+        if self._exchange is None or table is None or f"{prefix}memory.block" in state_dict:
+            return
+        if table.shape[1:2] != (self.memory.num_samples,):
+            return  # and so of another training set, which is refused
+        block = self._exchange.block
+        for name in _RINGS:
+            state_dict[prefix + name] = state_dict[prefix + name][:, block.start : block.stop]
+        state_dict[f"{prefix}memory.block"] = self.state_dict()["memory.block"]
+        if self._exchange.rank > 0:  # rank 0 continues the count of all
+            state_dict[f"{prefix}_nonfinite"] = torch.zeros_like(self._nonfinite)
+
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
         if self.exchange == "any":  # batches may be larger in this epoch
@@ -250,6 +280,7 @@ class SAF(TrajectoryTerm):
 
     def _check_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:
         self.memory.take_shards(state_dict, f"{prefix}memory.")
+        self._take_part(state_dict, prefix)
         super()._check_loaded(state_dict, prefix)
         self.memory.refuse_another_block(state_dict, f"{prefix}memory.")
 
@@ -264,3 +295,7 @@ class SAF(TrajectoryTerm):
             57.79...
         """
         return OutputMemory.estimate_bytes(num_samples, num_classes, lag=lag, storage=storage)
+
+
+_RINGS = ("memory.table", "memory.stamps")
+"""What of the state each process has a part of, in its second dimension."""

@@ -13,7 +13,7 @@ from saltflat.sharpness import sam_sharpness
 from saltflat.train.augment import normalised, plain_batches, statistics, test_batches
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data
-from saltflat.train.ranks import Ranks
+from saltflat.train.ranks import ALONE, Ranks
 
 
 class TestSet:
@@ -25,7 +25,9 @@ class TestSet:
 
     __test__ = False  # its name is no test's
 
-    def __init__(self, config: Config, data: Data, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, data: Data, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
         self._data, self._device, self._workers = data, device, config.data.workers
         self._ranks = ranks
         share = torch.arange(ranks.rank, -(-len(data.test) // ranks.size) * ranks.size, ranks.size)

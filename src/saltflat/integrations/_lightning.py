@@ -1,0 +1,94 @@
+"""What SAF's and MESA's Lightning callbacks share: standing before `training_step`.
+
+Lightning lets no callback change the loss, so while a fit runs the callback stands before the
+module's `training_step`: it lets the step run, takes the logits from the one call of the network in
+it, and adds the trajectory term to the loss that comes back. Backward pass, accumulation, clipping,
+precision and strategy stay Lightning's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from saltflat.integrations._hooks import Call, calls_of, stand_before
+from saltflat.mesa import MESA
+from saltflat.saf import SAF
+
+
+class TermCallback(Callback):
+    """Adds a trajectory term to the loss of a fit.
+
+    Args:
+        network: The attribute of the LightningModule whose outputs are the logits; "": itself.
+        settings: Of the term.
+    """
+
+    def __init__(self, network: str, settings: dict[str, Any]) -> None:
+        self.network = network
+        self.settings = settings
+        self.term: SAF | MESA | None = None
+        """Built when the model is where it will be trained."""
+        self._loaded: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(self).__name__} adds to the loss that training_step returns, which manual "
+                "optimization does not use: there, call saltflat.SAF or saltflat.MESA yourself"
+            )
+        if self.term is None:
+            self.term = self._build(pl_module.get_submodule(self.network))
+        if self._loaded:
+            self.term.load_state_dict(self._loaded)
+            self._loaded = {}
+        step = partial(self._training_step, pl_module, self.term)
+        self._undo = [stand_before(pl_module, "training_step", step)]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, _: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.term is not None
+        self.term.set_epoch(trainer.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loaded if self.term is None else self.term.whole_state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.term is None:
+            self._loaded = state_dict
+        else:
+            self.term.load_state_dict(state_dict)
+
+    def _training_step(self, module: LightningModule, term: Any, step: Any, *args: Any) -> Any:
+        with calls_of(module.get_submodule(self.network)) as calls:
+            output = step(*args)
+        if output is None:  # the module leaves this batch out
+            return None
+        if len(calls) != 1:
+            name = "self" + (self.network and f".{self.network}")
+            raise RuntimeError(
+                f"training_step called {name}(...) {len(calls)} times; the logits are those of one "
+                f"call: name the network, as in {type(self).__name__}(..., network='model')"
+            )
+        loss = self._loss(term, calls[0])
+        module.log("trajectory_loss", loss.detach())
+        if isinstance(output, Mapping):
+            return {**output, "loss": output["loss"] + loss}
+        return output + loss
+
+    def _build(self, network: nn.Module) -> SAF | MESA:
+        raise NotImplementedError
+
+    def _loss(self, term: Any, call: Call) -> Tensor:
+        raise NotImplementedError

@@ -1,0 +1,149 @@
+"""SAF and MESA in the Hugging Face Trainer.
+
+`compute_loss` adds the trajectory term to the Trainer's own loss. A callback tells the term the
+epoch, averages MESA's teacher after each optimizer step, and puts the term's state into every
+checkpoint's folder, from which `resume_from_checkpoint` takes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ImportError as error:
+    raise ImportError("transformers is missing: pip install 'saltflat[transformers]'") from error
+
+from saltflat.indexed import with_index_column
+from saltflat.mesa import MESA
+from saltflat.saf import SAF
+
+STATE = "trajectory.pt"
+"""The file of a checkpoint's folder that holds the term."""
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class TrajectoryMixin(_Base):
+    """Makes any Trainer add SAF or MESA: `class Mine(TrajectoryMixin, Seq2SeqTrainer): ...`.
+
+    Where gradients are accumulated, the loss is the mean of the batches' means, as in a plain loop.
+    (The Trainer leaves that to the models, many of which, BERT for one, do not see to it.)
+
+    SAF's samples get a column "index" with their place in `train_dataset`, unless they have one,
+    and the Trainer keeps it. The log has the mean "trajectory_loss" beside the loss it is part of.
+
+    Args:
+        *args: The Trainer's.
+        term: A SAF or a MESA, built after the TrainingArguments (which start torch.distributed).
+        **kwargs: The Trainer's.
+
+    Raises:
+        TypeError: If SAF is to train on a dataset without indices.
+        ValueError: If MESA is to follow a model that does not exist yet.
+    """
+
+    loss_is_scaled_for_ga = False  # nor need it be: the Trainer divides it
+
+    def __init__(self, *args: Any, term: SAF | MESA, **kwargs: Any) -> None:
+        if isinstance(term, MESA) and kwargs.get("model_init") is not None:
+            raise ValueError("MESA was built on another model than model_init makes: pass model=")
+        super().__init__(*args, **kwargs)
+        self.term = term
+        self._seen: list[torch.Tensor] = []
+        if isinstance(term, SAF) and self.train_dataset is not None:
+            self.train_dataset: Any = with_index_column(self.train_dataset)
+        self.add_callback(_Follow(self))
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The Trainer's loss, and in training the trajectory term."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        index = inputs.pop("index", None)
+        to_teacher = {name: x for name, x in inputs.items() if name not in self.label_names}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
+        if isinstance(self.term, MESA):
+            term = self.term(logits, **to_teacher)
+        elif index is None:
+            raise ValueError("a batch without 'index': the data collator must hand it to SAF")
+        else:
+            term = self.term(logits, index)
+        self._seen.append(term.detach())
+        loss = loss + term
+        return (loss, outputs) if return_outputs else loss
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's batches of a step, not the count of their labels, by which some divide."""
+        return super().get_batch_samples(*args, **kwargs)[0], None
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, on inputs without the index."""
+        inputs = {name: x for name, x in inputs.items() if name != "index"}
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; resuming brings the term back too."""
+        last = resume_from_checkpoint is True
+        if folder := get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint:
+            path = Path(folder) / STATE
+            if not path.exists():
+                raise ValueError(f"{path} is missing: the checkpoint was saved without the term")
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            self.term.load_state_dict(state)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, with the trajectory term beside the training loss."""
+        if "loss" in logs and self._seen:
+            logs["trajectory_loss"] = float(torch.stack(self._seen).mean())
+            self._seen.clear()
+        super().log(logs, *args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns: Any = list(dict.fromkeys([*self._signature_columns, "index"]))
+
+
+class TrajectoryTrainer(TrajectoryMixin, Trainer):
+    """The Trainer with SAF or MESA; see `TrajectoryMixin`."""
+
+
+class _Follow(TrainerCallback):
+    """Keeps a trainer's term in step with it."""
+
+    def __init__(self, trainer: TrajectoryMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.term.to(args.device)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.term.set_epoch(int(state.epoch or 0))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.term, MESA):
+            self.trainer.term.update(cast(nn.Module, self.trainer.model))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.save_only_model:
+            return
+        whole = self.trainer.term.whole_state_dict()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            torch.save(whole, folder / STATE)

@@ -1,0 +1,210 @@
+"""timm's training interface with SAF and MESA."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from problems import same
+from timm.data import Mixup, create_loader
+from timm.loss import SoftTargetCrossEntropy
+from timm.task import resume_task_checkpoint
+from timm.utils import CheckpointSaver
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from saltflat import MESA, SAF
+from saltflat.integrations.timm import TrajectoryTask, indexed_targets
+
+SAMPLES, CLASSES, SIDE = 16, 4, 32
+SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
+MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
+
+
+class Images(torch.utils.data.Dataset):
+    """Images as timm's datasets give them: a transform that create_loader sets."""
+
+    def __init__(self):
+        self.transform = None
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randint(256, (SAMPLES, 3, SIDE, SIDE), generator=generator).byte()
+        self.labels = torch.randint(CLASSES, (SAMPLES,), generator=generator).tolist()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        image = self.images[index]
+        return (image if self.transform is None else self.transform(image)), self.labels[index]
+
+
+def model(name="test_resnet", **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=CLASSES, **kwargs)
+
+
+def term_for(method, net):
+    return SAF(SAMPLES, CLASSES, **SAF_SETTINGS) if method == "saf" else MESA(net, **MESA_SETTINGS)
+
+
+def task_for(method, net, criterion=cross_entropy):
+    return TrajectoryTask(net, criterion, term_for(method, net), verbose=False)
+
+
+def batches(indexed, epoch):
+    """timm's own loader; the order is the epoch's."""
+    data = indexed_targets(Images(), CLASSES) if indexed else Images()
+    torch.manual_seed(epoch)
+    loader = create_loader(
+        data,
+        (3, SIDE, SIDE),
+        batch_size=8,
+        is_training=True,
+        no_aug=True,
+        num_workers=0,
+        persistent_workers=False,
+        device=torch.device("cpu"),
+        pin_memory=False,
+    )
+    # Its transform is for PIL images; these are tensors already.
+    loader.dataset.transform = None
+    return list(loader)
+
+
+class Loop:
+    """A loop as in timm's train.py: one task, one optimizer."""
+
+    def __init__(self, method):
+        self.method = method
+        self.net = model()
+        self.task = task_for(method, self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.results = []
+
+    def epochs(self, *epochs):
+        for epoch in epochs:
+            self.task.train()
+            self.task.set_epoch(epoch)
+            for x, target in batches(self.method == "saf", epoch):
+                result = self.task(x, target)
+                self.optimizer.zero_grad()
+                result["loss"].backward()
+                self.optimizer.step()
+                self.task.update_ema()
+                self.results.append({k: v.detach() for k, v in result.items()})
+
+
+both = pytest.mark.parametrize("method", ["saf", "mesa"])
+
+
+@both
+def test_training_equals_the_plain_loop(method):
+    loop = Loop(method)
+    loop.epochs(0, 1, 2)
+    net = model().train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    term = term_for(method, net)
+    results = iter(loop.results)
+    for epoch in range(3):
+        term.set_epoch(epoch)
+        indexed, plain = batches(True, epoch), batches(False, epoch)
+        for (x, target), (same_x, label) in zip(indexed, plain, strict=True):
+            assert torch.equal(x, same_x)
+            index = target // CLASSES - 1
+            assert torch.equal(torch.tensor(Images().labels)[index], label)
+            logits = net(x)
+            added = term(logits, index if method == "saf" else x)
+            result = next(results)
+            loss = cross_entropy(logits, label)
+            assert torch.equal(result["trajectory_loss"], added.detach())
+            assert torch.equal(result["task_loss"], loss.detach())
+            assert torch.equal(result["output"], logits.detach())
+            assert (added > 0) == (epoch > 0)
+            optimizer.zero_grad()
+            (loss + added).backward()
+            optimizer.step()
+            if method == "mesa":
+                term.update(net)
+    assert same(dict(loop.net.state_dict()), dict(net.state_dict()))
+
+
+@both
+def test_timms_checkpoints_hold_the_term(method, tmp_path):
+    straight, first = Loop(method), Loop(method)
+    straight.epochs(0, 1, 2, 3)
+    first.epochs(0, 1)
+    saver = CheckpointSaver(
+        first.net, first.optimizer, checkpoint_dir=str(tmp_path), task=first.task
+    )
+    saver.save_checkpoint(1, metric=0.5)
+    second = Loop(method)
+    nn.init.zeros_(second.net.fc.weight)
+    path = str(tmp_path / "last.pth.tar")
+    assert resume_task_checkpoint(second.task, path, second.optimizer, log_info=False) == 2
+    second.epochs(2, 3)
+    assert same(first.results + second.results, straight.results)
+    assert same(dict(second.net.state_dict()), dict(straight.net.state_dict()))
+    assert same(dict(second.task.term.state_dict()), dict(straight.task.term.state_dict()))
+
+
+def test_targets_without_an_index():
+    task = task_for("saf", model())
+    task.set_epoch(0)
+    with pytest.raises(ValueError, match=r"the targets hold no index.*indexed_targets\(dataset"):
+        task(*batches(False, 0)[0])
+    with pytest.raises(ValueError, match=r"with mixup or CutMix, .* use MESA"):
+        task(torch.rand(2, 3, SIDE, SIDE), torch.rand(2, CLASSES))
+    with pytest.raises(ValueError, match=r"label \d of sample .* is not below 2"):
+        [indexed_targets(Images(), 2)[i] for i in range(SAMPLES)]
+
+
+def test_numbers_as_numpy_has_them():
+    data = [("image", np.int64(2))]
+    assert indexed_targets(data, 3)[0] == ("image", 5)
+
+
+VIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "two_heads", "kwargs"),
+    [
+        ("vit_tiny_patch16_224", False, {**VIT, "drop_path_rate": 0.5, "drop_rate": 0.2}),
+        ("deit_tiny_distilled_patch16_224", False, {**VIT, "drop_path_rate": 0.5}),
+        ("deit_tiny_distilled_patch16_224", True, {**VIT, "drop_path_rate": 0.5}),
+        ("levit_128s", True, {"img_size": 64}),
+        ("convnext_atto", False, {"drop_path_rate": 0.5}),
+    ],
+)
+def test_mesa_with_drop_path_and_distillation_heads(name, two_heads, kwargs):
+    net = model(name, **kwargs)
+    for parameter in net.parameters():  # some of which begin as zeros
+        nn.init.normal_(parameter, std=0.1)
+    if two_heads:
+        net.set_distilled_training(True)
+    task = task_for("mesa", net, SoftTargetCrossEntropy())
+    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=CLASSES)
+    side = kwargs.get("img_size", SIDE)
+    x, target = mixup(torch.rand(4, 3, side, side), torch.arange(4))
+    assert torch.equal(task.term.teacher(x), net.eval()(x)), "the same function, to begin with"
+    task.train()
+    task.set_epoch(1)
+    result = task(x, target)
+    result["loss"].backward()
+    assert result["output"].shape == (4, CLASSES)
+    assert result["trajectory_loss"] > 0
+    task.update_ema()
+    assert torch.equal(task.term.teacher(x), task.term.teacher(x)), "the teacher drops no path"
+
+
+def test_timms_own_average_goes_on(tmp_path):
+    task = task_for("mesa", model())
+    task.setup_ema(decay=0.5)
+    task.set_epoch(0)
+    with torch.no_grad():
+        task.trainable_module.fc.weight.zero_()
+    before = task.get_trainable_module(ema=True).module.fc.weight.clone()
+    task.update_ema()
+    torch.testing.assert_close(task.get_trainable_module(ema=True).module.fc.weight, before / 2)
+    state = task.get_checkpoint_state(ema=True)
+    assert "task_state_ema" not in state
+    assert "trajectory" in task.get_checkpoint_state()["task_state"]

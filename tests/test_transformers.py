@@ -1,0 +1,218 @@
+"""The Hugging Face Trainer with SAF and MESA against the plain loop."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from problems import CLASSES, SAMPLES, same
+from torch.nn.functional import cross_entropy
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from saltflat import MESA, SAF
+from saltflat.integrations.transformers import STATE, TrajectoryTrainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::transformers"),
+    pytest.mark.filterwarnings("ignore:::accelerate"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory"),
+]
+LENGTH = 6
+SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
+MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
+
+
+def texts(indexed=False):
+    generator = torch.Generator().manual_seed(0)
+    columns = {
+        "input_ids": torch.randint(12, (SAMPLES, LENGTH), generator=generator).tolist(),
+        "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.int64).tolist(),
+        "labels": torch.randint(CLASSES, (SAMPLES,), generator=generator).tolist(),
+        "note": ["not for the model"] * SAMPLES,
+    }
+    if indexed:
+        columns["index"] = list(range(SAMPLES))[::-1]
+    return Dataset.from_dict(columns)
+
+
+def bert(dropout=0.1):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=12, intermediate_size=8, num_labels=CLASSES, **sizes, **drop)
+    )
+
+
+def arguments(folder, **kwargs):
+    settings = {
+        "num_train_epochs": 4,
+        "per_device_train_batch_size": 6,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    }
+    return TrainingArguments(str(folder), **{**settings, **kwargs})
+
+
+def term_for(method, model):
+    if method == "saf":
+        return SAF(SAMPLES, CLASSES, **SAF_SETTINGS)
+    return MESA(model, **MESA_SETTINGS)
+
+
+class Watched(TrajectoryTrainer):
+    """Keeps what it was given, so that a loop by hand can repeat it."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.batches = [*getattr(self, "batches", []), dict(inputs)]
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.losses = [*getattr(self, "losses", []), loss]
+        return loss
+
+
+def trained(method, folder, *, dropout=0.1, data=None, resume=None, stop=None, **kwargs):
+    model = bert(dropout)
+    args = arguments(folder, **kwargs)
+    callbacks = [StopAt(stop)] if stop else []
+    trainer = Watched(
+        model,
+        args,
+        train_dataset=texts() if data is None else data,
+        term=term_for(method, model),
+        callbacks=callbacks,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+class StopAt(TrainerCallback):
+    """Ends training after so many steps, as if it had been interrupted."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+both = pytest.mark.parametrize("method", ["saf", "mesa"])
+
+
+@both
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_equals_the_plain_loop(method, accumulate, tmp_path):
+    trainer = trained(method, tmp_path, dropout=0.0, gradient_accumulation_steps=accumulate)
+    assert len(trainer.batches) == 16
+    model = bert(0.0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    term = term_for(method, model)
+    terms = []
+    for number, batch in enumerate(trainer.batches):
+        epoch, step = divmod(number, 4)
+        term.set_epoch(epoch)
+        index, labels = batch.pop("index", None), batch.pop("labels")
+        logits = model(**batch).logits
+        added = term(logits, index) if method == "saf" else term(logits, **batch)
+        terms.append(float(added.detach()))
+        loss = (cross_entropy(logits, labels) + added) / accumulate
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), trainer.losses[number])
+        if (step + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            if method == "mesa":
+                term.update(model)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], tensor, msg=name)
+    assert terms[:4] == [0] * 4 and min(terms[4:]) > 0
+    logged = [log["trajectory_loss"] for log in trainer.state.log_history if "loss" in log]
+    means = torch.tensor(terms).view(-1, accumulate).mean(1)
+    torch.testing.assert_close(torch.tensor(logged), means)
+
+
+@pytest.mark.parametrize(("method", "step"), [("saf", 5), ("mesa", 5), ("saf", 8)])
+def test_resumed_training_equals_training_straight_through(method, step, tmp_path):
+    """Of four steps an epoch, with dropout, and with checkpoints that are rotated away."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    straight = trained(method, tmp_path / "straight")
+    first = trained(method, tmp_path / "other", stop=step, **saving)
+    folders = sorted(path.name for path in (tmp_path / "other").glob("checkpoint-*"))
+    assert folders == [f"checkpoint-{step - 1}", f"checkpoint-{step}"]
+    second = trained(method, tmp_path / "other", resume=True, **saving)
+    assert same(first.losses + second.losses, straight.losses)
+    assert same(dict(second.model.state_dict()), dict(straight.model.state_dict()))
+    assert same(dict(second.term.state_dict()), dict(straight.term.state_dict()))
+
+
+def test_a_checkpoint_without_the_term(tmp_path):
+    trainer = trained("saf", tmp_path, save_strategy="epoch", num_train_epochs=1)
+    (tmp_path / "checkpoint-4" / STATE).unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-4/trajectory.pt is missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_samples_keep_an_index_of_their_own(tmp_path):
+    given = trained("saf", tmp_path, data=texts(indexed=True), num_train_epochs=1)
+    made = trained("saf", tmp_path, num_train_epochs=1)
+    listed = trained("saf", tmp_path, data=[dict(row) for row in texts()], num_train_epochs=1)
+    for batch, other, plain in zip(given.batches, made.batches, listed.batches, strict=True):
+        assert torch.equal(batch["index"], SAMPLES - 1 - other["index"])
+        assert same(other, plain)
+        assert "note" not in batch
+
+
+def test_evaluation_needs_no_index_and_records_nothing(tmp_path):
+    trainer = trained("saf", tmp_path, num_train_epochs=1)
+    before = {name: tensor.clone() for name, tensor in trainer.term.state_dict().items()}
+    for data in (texts(), texts(indexed=True), texts(indexed=True).remove_columns("labels")):
+        predictions = trainer.predict(data).predictions
+        assert predictions.shape == (SAMPLES, CLASSES)
+    assert same(dict(trainer.term.state_dict()), before)
+
+
+def test_an_index_that_is_lost_on_the_way(tmp_path):
+    def forgetful(samples):
+        batch = default_data_collator(samples)
+        del batch["index"]
+        return batch
+
+    model = bert()
+    trainer = TrajectoryTrainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=texts(),
+        data_collator=forgetful,
+        term=term_for("saf", model),
+    )
+    with pytest.raises(ValueError, match="a batch without 'index': the data collator"):
+        trainer.train()
+
+
+def test_what_cannot_work_is_said_at_once(tmp_path):
+    model, args = bert(), arguments(tmp_path, max_steps=2)
+    stream = texts().to_iterable_dataset()
+    with pytest.raises(TypeError, match=r"has no index.*or MESA, which needs no index"):
+        TrajectoryTrainer(model, args, train_dataset=stream, term=term_for("saf", model))
+    with pytest.raises(ValueError, match="another model than model_init makes"):
+        TrajectoryTrainer(model_init=bert, args=args, term=term_for("mesa", model))
+    TrajectoryTrainer(model, args, train_dataset=stream, term=term_for("mesa", model)).train()
+
+
+def test_the_log_is_plain_numbers(tmp_path):
+    trainer = trained("mesa", tmp_path, num_train_epochs=1)
+    assert json.loads(json.dumps(trainer.state.log_history))[0]["trajectory_loss"] == 0
