@@ -56,7 +56,7 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
 
 def test_tracking_the_sharpness_changes_no_bit(images, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr(fast, "_tuned", contextlib.nullcontext)  # or cuDNN may choose anew
+    monkeypatch.setattr(fast, "tuned", contextlib.nullcontext)  # or cuDNN may choose anew
     one = config(images, "base", model="cifar_resnet18")
     fit(one, tmp_path / "plain")
     fit(dataclasses.replace(one, track_sharpness=1), tmp_path / "tracked")
