@@ -62,9 +62,7 @@ def main() -> None:
     task = TrajectoryTask(model, nn.CrossEntropyLoss(), term)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=2e-3)
     first = resume_task_checkpoint(task, args.resume, optimizer) if args.resume else 0
-    saver = CheckpointSaver(
-        model, optimizer, checkpoint_dir=get_outdir(args.out, inc=False), task=task
-    )
+    saver = CheckpointSaver(model, optimizer, checkpoint_dir=get_outdir(args.out), task=task)
     for epoch in range(first or 0, args.epochs):
         task.train()
         task.set_epoch(epoch)

@@ -530,6 +530,13 @@ def one_state_for_any_number_of_ranks(ranks):
         if ranks.rank == 0:
             alone.load_state_dict(whole)
             assert same(dict(alone.whole_state_dict()), expected)
+    single = small(1)()  # of which one rank has all, and the others nothing
+    single.set_epoch(0)
+    single(outputs(1, 3), torch.tensor([0]))
+    state = ranks.gathered(single.whole_state_dict())[0]
+    again = small(1)()
+    again.load_state_dict(state)
+    assert same(dict(again.state_dict()), dict(single.state_dict()))
     fresh = make()  # nothing was written, nor has it memory
     state = fresh.whole_state_dict()
     if ranks.rank == 0:

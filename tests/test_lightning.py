@@ -248,6 +248,11 @@ def test_manual_optimization_is_refused():
         fit(module, [callback("saf")], loader())
 
 
+def test_one_term_is_enough():
+    with pytest.raises(ValueError, match="takes one SAFCallback or MESACallback"):
+        fit(Module(), [callback("saf"), callback("mesa")], loader())
+
+
 @pytest.mark.parametrize("name", ["SAM", "ASAM", "GSAM", "LookSAM", "MSAM"])
 def test_the_sam_family_by_lightnings_own_closure(name, tmp_path):
     def wrapped(net):

@@ -243,7 +243,7 @@ class SAF(TrajectoryTerm):
         whole = {**state, "_nonfinite": self._exchange.total(self._nonfinite)}
         for name in _RINGS:
             whole[name] = self._exchange.joined(state[name])
-        del whole["memory.block"]
+        whole.pop("memory.block", None)
         return whole if self._exchange.rank == 0 else {}
 
     def _take_part(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -256,7 +256,8 @@ class SAF(TrajectoryTerm):
         block = self._exchange.block
         for name in _RINGS:
             state_dict[prefix + name] = state_dict[prefix + name][:, block.start : block.stop]
-        state_dict[f"{prefix}memory.block"] = self.state_dict()["memory.block"]
+        if len(block) < self.memory.num_samples:
+            state_dict[f"{prefix}memory.block"] = self.state_dict()["memory.block"]
         if self._exchange.rank > 0:  # rank 0 continues the count of all
             state_dict[f"{prefix}_nonfinite"] = torch.zeros_like(self._nonfinite)
 

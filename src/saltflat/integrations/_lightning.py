@@ -42,6 +42,8 @@ class TermCallback(Callback):
                 f"{type(self).__name__} adds to the loss that training_step returns, which manual "
                 "optimization does not use: there, call saltflat.SAF or saltflat.MESA yourself"
             )
+        if sum(isinstance(other, TermCallback) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("a fit takes one SAFCallback or MESACallback, not several")
         if self.term is None:
             self.term = self._build(pl_module.get_submodule(self.network))
         if self._loaded:

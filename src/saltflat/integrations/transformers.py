@@ -58,7 +58,7 @@ class TrajectoryMixin(_Base):
             raise ValueError("MESA was built on another model than model_init makes: pass model=")
         super().__init__(*args, **kwargs)
         self.term = term
-        self._seen: list[torch.Tensor] = []
+        self._sum, self._count = torch.zeros(()), 0  # of the trajectory terms since the last log
         if isinstance(term, SAF) and self.train_dataset is not None:
             self.train_dataset: Any = with_index_column(self.train_dataset)
         self.add_callback(_Follow(self))
@@ -84,7 +84,7 @@ class TrajectoryMixin(_Base):
             raise ValueError("a batch without 'index': the data collator must hand it to SAF")
         else:
             term = self.term(logits, index)
-        self._seen.append(term.detach())
+        self._sum, self._count = self._sum.to(term.device) + term.detach(), self._count + 1
         loss = loss + term
         return (loss, outputs) if return_outputs else loss
 
@@ -110,9 +110,9 @@ class TrajectoryMixin(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's, with the trajectory term beside the training loss."""
-        if "loss" in logs and self._seen:
-            logs["trajectory_loss"] = float(torch.stack(self._seen).mean())
-            self._seen.clear()
+        if "loss" in logs and self._count:
+            logs["trajectory_loss"] = float(self._sum) / self._count
+            self._sum, self._count = torch.zeros(()), 0
         super().log(logs, *args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
