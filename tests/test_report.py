@@ -134,6 +134,7 @@ def test_surfaces_come_through_the_page_as_they_were(tmp_path):
     (setting,) = read_settings([folder])
     scale = surfaces_of(setting).scale
     text = page([setting], "")
+    assert text.count("saltflat landscape c/*/seed0") == 1
     data = json.loads(re.search(r'id="setting0-surfaces">(.*?)</script>', text)[1])
     assert data["top"] == scale.top == data["levels"][-1]
     assert data["surfaces"][0]["rows"] == 128  # thinned

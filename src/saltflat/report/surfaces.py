@@ -33,6 +33,12 @@ class Surfaces:
     shown: Mapping[str, Surface]
     scale: Scale
 
+    @property
+    def commands(self) -> list[str]:
+        """Those that made them, as far as they were recorded."""
+        found = (one.provenance.get("command") for one in self.shown.values())
+        return [line for line in dict.fromkeys(found) if line]
+
 
 def surfaces_of(setting: Setting) -> Surfaces | None:
     """Those of a setting's runs, if there are any."""
