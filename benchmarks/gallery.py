@@ -44,6 +44,7 @@ def figures_of(setting: Setting) -> dict[str, Figure]:
 def section(folder: Path, images: Path) -> list[str]:
     """A comparison's part of the gallery; its pictures are written."""
     (setting,) = read_settings([folder])
+    surfaces = surfaces_of(setting)
     made, data = setting.provenance, next(setting.runs).config["data"]
     name = Path(data["name"]).stem
     lines = [
@@ -52,7 +53,10 @@ def section(folder: Path, images: Path) -> list[str]:
         f"{made['hardware']}; {made['versions']}; {made['date']}; seeds: "
         f"{len(setting.methods[0].runs)}.",
         "",
-        f"```bash\n{made['command']}\n```",
+        "```bash",
+        made["command"],
+        *([] if surfaces is None else surfaces.commands),
+        "```",
         "",
         *(f"- {sentence}" for sentence in setting.verdicts),
         "",

@@ -50,7 +50,7 @@ def write_landscape(folder: Path, *, curvature=4.0, points=21):
     """A bowl: half the curvature times the squared distance, and a little."""
     axis = np.linspace(-1, 1, points)
     losses = 0.05 + curvature / 2 * (axis[:, None] ** 2 + 2 * axis**2)
-    about = {"settings": {"kind": "random"}}
+    about = {"settings": {"kind": "random"}, "command": "saltflat landscape c/*/seed0"}
     surface = Surface(axis, axis, losses, None, np.zeros((1, 2)), about, losses.size)
     surface.save(folder / "landscape.npz")
     middle = losses[points // 2]

@@ -14,6 +14,7 @@ from PIL import Image
 from records import SMALL, with_method, write_comparison, write_landscape, write_run
 
 from saltflat.cli import main
+from saltflat.landscape import Surface
 from saltflat.report.page import page
 from saltflat.report.paper import paper_figures
 from saltflat.report.pictures import thinned, write_figures
@@ -133,6 +134,7 @@ def test_surfaces_come_through_the_page_as_they_were(tmp_path):
     (setting,) = read_settings([folder])
     scale = surfaces_of(setting).scale
     text = page([setting], "")
+    assert text.count("saltflat landscape c/*/seed0") == 1
     data = json.loads(re.search(r'id="setting0-surfaces">(.*?)</script>', text)[1])
     assert data["top"] == scale.top == data["levels"][-1]
     assert data["surfaces"][0]["rows"] == 128  # thinned
@@ -143,6 +145,17 @@ def test_surfaces_come_through_the_page_as_they_were(tmp_path):
     inside = losses < data["ceiling"]
     np.testing.assert_allclose((data["bottom"] + step * steps)[inside], losses[inside], atol=step)
     assert np.all(steps[~inside] == 65535)
+
+
+def test_a_surface_on_its_way_is_said_to_be(tmp_path):
+    folder = write_comparison(tmp_path / "c", landscape={})
+    path = folder / "sam" / "seed0" / "landscape.npz"
+    whole = Surface.load(path)
+    losses = np.where(np.arange(21)[:, None] < 15, whole.losses, np.nan)
+    replace(whole, losses=losses, done=15 * 21).save(path)
+    (setting,) = read_settings([folder])
+    assert list(surfaces_of(setting).shown) == ["base", "sam, unfinished"]
+    assert "sam, unfinished" in page([setting], "")
 
 
 def test_names_cannot_become_part_of_the_page(tmp_path):

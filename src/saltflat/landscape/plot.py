@@ -22,6 +22,8 @@ except ImportError as error:
     raise ImportError("pictures need: pip install 'saltflat[report]'") from error
 
 _COLUMNS = 4
+_SMOOTH = 120
+"""Points along a side of a surface in space, at least."""
 _STYLES = ("-", "--", "-.", ":")
 
 
@@ -103,15 +105,15 @@ def draw_contours(axes: Axes, surface: Surface, scale: Scale) -> None:
 
 def draw_surface(axes: Any, surface: Surface, scale: Scale) -> None:
     """One grid in space, with a level rim where it is cut."""
-    losses = np.nan_to_num(surface.losses, nan=np.inf)
+    x, y, losses = _finer(surface)
     near = sliding_window_view(np.pad(losses, 1, constant_values=np.inf), (3, 3)).min((2, 3))
     cut = np.where(near <= scale.top, np.minimum(losses, scale.top), np.nan)
     axes.plot_surface(
-        *np.meshgrid(surface.x, _rows(surface)),
+        *np.meshgrid(x, y),
         cut,
         facecolors=colors()(scale.shade(cut)),
-        rcount=len(_rows(surface)),
-        ccount=len(surface.x),
+        rcount=len(y),
+        ccount=len(x),
         linewidth=0,
         antialiased=False,
         rasterized=True,  # ten thousand polygons would make the SVG too heavy to open
@@ -164,6 +166,16 @@ def _panels(
         panels.append(figure.add_subplot(rows, columns, number, **how))
         panels[-1].set_title(title, fontsize=9)
     return figure, panels
+
+
+def _finer(surface: Surface) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Losses with so many between them that a cut looks smooth; what is unknown is inf."""
+    x, y = (
+        np.linspace(old[0], old[-1], max(len(old), _SMOOTH)) for old in (surface.x, _rows(surface))
+    )
+    losses = np.stack([np.interp(x, surface.x, row) for row in surface.losses])
+    losses = np.stack([np.interp(y, _rows(surface), column) for column in losses.T], axis=1)
+    return x, y, np.nan_to_num(losses, nan=np.inf)
 
 
 def _rows(surface: Surface) -> np.ndarray:

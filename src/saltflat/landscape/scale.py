@@ -27,21 +27,22 @@ def common_scale(losses: Iterable[np.ndarray]) -> Scale:
     """The scale on which all are shown.
 
     Far from the weights the loss grows without end, and the steepest surface would make the others
-    look flat. So the top is the last round loss that half of the flattest one's places lie below.
+    look flat. So the top is a round loss, above which the flattest one has a quarter of its places
+    or a little more.
 
     Raises:
         ValueError: If no loss is a number.
 
     Example:
         >>> common_scale([np.linspace(0, 10, 101)])
-        Scale(bottom=0.0, top=5.0, levels=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
+        Scale(bottom=0.0, top=5.0, levels=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
     """
     finite = [found[np.isfinite(found)] for found in losses]
     finite = [found for found in finite if found.size]
     if not finite:
         raise ValueError("no loss of these surfaces is a number: make them with a smaller span")
     bottom = min(float(found.min()) for found in finite)
-    top = min(float(np.median(found)) for found in finite)
+    top = min(float(np.quantile(found, 0.75)) for found in finite)
     if not top > bottom:  # a plain
         top = bottom + max(1e-6, abs(bottom))
     levels = _levels(max(bottom, top / 1000), top)

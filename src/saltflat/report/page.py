@@ -176,6 +176,7 @@ def _cards(surfaces: Surfaces, name: str) -> dict[str, Any]:
             {"label": label, "contour": _contour(label, one, surfaces.scale, name)}
             for label, one in surfaces.shown.items()
         ],
+        "commands": surfaces.commands,
         "data": packed(surfaces),
         "stops": ["rgb({},{},{})".format(*color) for color in color_stops(9)],
     }

@@ -33,6 +33,12 @@ class Surfaces:
     shown: Mapping[str, Surface]
     scale: Scale
 
+    @property
+    def commands(self) -> list[str]:
+        """Those that made them, as far as they were recorded."""
+        found = (one.provenance.get("command") for one in self.shown.values())
+        return [line for line in dict.fromkeys(found) if line]
+
 
 def surfaces_of(setting: Setting) -> Surfaces | None:
     """Those of a setting's runs, if there are any."""
@@ -45,7 +51,10 @@ def surfaces_of(setting: Setting) -> Surfaces | None:
     if not found:
         return None
     once = len({label for label, _, _ in found}) == len(found)
-    shown = {label if once else f"{label}, seed {seed}": one for label, seed, one in found}
+    shown = {
+        f"{label}{'' if once else f', seed {seed}'}{'' if one.complete else ', unfinished'}": one
+        for label, seed, one in found
+    }
     return Surfaces(shown, common_scale(one.losses for one in shown.values()))
 
 
@@ -59,8 +68,13 @@ def surfaces_in_a_row(surfaces: Surfaces) -> Figure:
             draw_surface(axes, surface, surfaces.scale)
             axes.set_box_aspect((1, 1, 0.7))
             axes.tick_params(labelsize=6, pad=-4)
-            for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
-                axis.set_ticks([axis.get_data_interval()[0], axis.get_data_interval()[1]])
+            bottom = 0 if surfaces.scale.bottom < surfaces.scale.top / 50 else surfaces.scale.bottom
+            for axis, ends in (
+                (axes.xaxis, surface.x),
+                (axes.yaxis, np.asarray(surface.y)),
+                (axes.zaxis, (bottom, surfaces.scale.top)),
+            ):
+                axis.set_ticks([ends[0], ends[-1]])
                 axis.set_major_formatter("{x:.2g}")
                 axis.pane.set_visible(False)
             axes.set_title(label, y=0.97, fontsize=8)

@@ -49,7 +49,7 @@ class Surface {
       pen.stroke();
     };
     pen.lineWidth = ratio * 0.8;
-    pen.font = `${11 * ratio}px system-ui, sans-serif`;
+    pen.font = `${Math.min(11 * ratio, size.width / 17)}px system-ui, sans-serif`;
     pen.strokeStyle = style.getPropertyValue("--line");
     pen.fillStyle = style.getPropertyValue("--muted");
     // Of the four edges of the box the two whose walls are behind, and the leftmost for the numbers.
@@ -67,7 +67,7 @@ class Surface {
     for (const at of [0, 0.5, 1]) {
       const [x, y] = point(...side, HEIGHT * at);
       const loss = this.scale.bottom + at * (top - this.scale.bottom);
-      pen.fillText(loss < top / 100 ? "0" : short(loss), x - 5 * ratio, y);
+      pen.fillText(loss < top / 100 ? "0" : short(loss), x - 3 * ratio, y);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
@@ -130,7 +130,7 @@ class Surface {
           let line = 1;
           for (const level of levels) {
             const away = Math.abs(z - level) / slope; // in pixels
-            if (away < 1.1) line = Math.min(line, 0.62 + 0.38 * Math.max(0, away - 0.1));
+            if (away < 1.1) line = Math.min(line, 0.7 + 0.3 * Math.max(0, away - 0.1));
           }
           const shade = shades[Math.max(0, Math.min(1023, Math.round((z / HEIGHT) * 1023)))];
           const bright = light * line;
