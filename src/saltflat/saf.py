@@ -276,7 +276,7 @@ class SAF(TrajectoryTerm):
         state = self.state_dict()
         if self._exchange is not None:
             state.update(self.memory.shards("memory.", self._group.it))
-            del state["memory.block"]
+            state.pop("memory.block", None)
         return state
 
     def _check_loaded(self, state_dict: dict[str, Any], prefix: str) -> None:

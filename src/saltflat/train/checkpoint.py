@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from saltflat.train.ranks import ALONE, Ranks
+from saltflat.train.ranks import ALONE, RankError, Ranks
 from saltflat.train.shards import Place, cut, read_shards, whole, write_shards
 
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
@@ -115,24 +115,34 @@ def load_checkpoint(
     if not checkpoints:
         return None
     newest, *others = checkpoints
-    try:
+    read: dict[str, Any] = {}
+
+    def look() -> None:
         sums = json.loads((newest / MANIFEST).read_text())["sums"]
         names = sorted(sums)[ranks.rank :: ranks.size]  # each looks through some of them
-        ranks.each(lambda: _check(newest, {name: sums[name] for name in names}))
-        state = torch.load(newest / STATE, map_location="cpu", weights_only=True)
-        if WEIGHTS not in sums:
-            outline = {name: state[name] for name in ("weights", "training")}
-            state |= read_shards(newest, outline, place)
-            return state.pop("weights"), state
-        weights = load_file(newest / WEIGHTS)
-        if ranks.several:
-            parts = cut({"weights": weights, "training": state["training"]}, place)
-            weights, state["training"] = parts["weights"], parts["training"]
-        return weights, state
+        _check(newest, {name: sums[name] for name in names})
+        read["state"] = torch.load(newest / STATE, map_location="cpu", weights_only=True)
+        if WEIGHTS in sums:
+            read["weights"] = load_file(newest / WEIGHTS)
+
+    try:
+        ranks.each(look)
     except Exception as error:
+        if ranks.several and not isinstance(error, RankError):
+            raise  # nothing is wrong with the checkpoint: another process has gone
         good = others[0] if others else None
         remedy = f"remove it to continue from {good}" if good else "there is no earlier one"
         raise CheckpointError(f"checkpoint {newest} is damaged ({error}): {remedy}") from error
+    state = read["state"]
+    if "weights" not in read:
+        outline = {name: state[name] for name in ("weights", "training")}
+        state |= read_shards(newest, outline, place)
+        return state.pop("weights"), state
+    weights = read["weights"]
+    if ranks.several:
+        parts = cut({"weights": weights, "training": state["training"]}, place)
+        weights, state["training"] = parts["weights"], parts["training"]
+    return weights, state
 
 
 def save_snapshot(run: Path, epoch: int, weights: dict[str, Tensor]) -> None:

@@ -10,6 +10,8 @@ from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerCon
 from saltflat.train.files import read_json, to_json
 
 CONFIG, RESULT = "config.json", "result.json"
+_FREE = ("parallel", "timeout", "log", "checkpoint_every")
+"""What may be another when a run goes on: it decides how, not what is trained."""
 
 
 def check_folder(run: Path, config: Config) -> None:
@@ -22,7 +24,11 @@ def check_folder(run: Path, config: Config) -> None:
         return
     ours, default = (json.loads(to_json(dataclasses.asdict(c))) for c in (config, Config()))
     theirs = {**default, **read_json(run / CONFIG)}  # what it does not say was not there to say
-    differing = [f"{name} is {theirs[name]!r} there" for name in ours if theirs[name] != ours[name]]
+    differing = [
+        f"{name} is {theirs[name]!r} there"
+        for name in ours
+        if name not in _FREE and theirs[name] != ours[name]
+    ]
     if differing:
         raise ValueError(
             f"{run} holds a run of another config ({'; '.join(differing)}): choose another folder"

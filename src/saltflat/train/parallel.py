@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from saltflat.train.config import Config, require
 from saltflat.train.methods import Training
 from saltflat.train.ranks import Ranks
+from saltflat.train.shards import storage
 
 
 def check_parallel(config: Config, training: Training, device: torch.device, ranks: Ranks) -> None:
-    """Raise ValueError for what several processes cannot do."""
+    """Raise ValueError for what several processes cannot do, ImportError if torch is too old."""
     if not ranks.several:
         return
+    storage()  # now, rather than when the first checkpoint is due
     name = config.method.name
     require(
         not training.per_row,

@@ -26,6 +26,15 @@ from saltflat.train.config import Config, require
 T = TypeVar("T")
 
 
+class RankError(RuntimeError):
+    """A task that failed on some rank, which told the others: nobody is lost."""
+
+    def __init__(self, message: str, bad_input: bool) -> None:
+        super().__init__(message)
+        self.bad_input = bad_input
+        """Whether it was a ValueError wherever it failed."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Which process of a run this is, and how many there are."""
@@ -70,14 +79,15 @@ class Ranks:
         if not self.several:
             return [task()]
         try:
-            outcome: tuple[Any, str] = task(), ""
+            outcome: tuple[Any, str, bool] = task(), "", True
         except Exception as error:
-            outcome = None, f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}"
+            outcome = None, said, isinstance(error, ValueError)
         outcomes = self.gathered(outcome)
-        failed = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(outcomes) if said]
+        failed = [f"rank {rank}: {said}" for rank, (_, said, _) in enumerate(outcomes) if said]
         if failed:
-            raise RuntimeError("; ".join(failed))
-        return [result for result, _ in outcomes]
+            raise RankError("; ".join(failed), all(bad_input for *_, bad_input in outcomes))
+        return [result for result, *_ in outcomes]
 
     def lead(self, task: Callable[[], object]) -> None:
         """Let rank 0 do something for all; when this returns, it is done."""
@@ -184,6 +194,10 @@ def joined(config: Config) -> Iterator[Ranks]:
         yield ranks
         if joins:
             dist.barrier()
+    except RankError as error:
+        if error.bad_input:
+            raise ValueError(str(error)) from error
+        raise
     except RuntimeError as error:
         lost = ranks.several and _GONE.search(str(error)) is not None
         if not lost:

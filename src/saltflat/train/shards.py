@@ -42,7 +42,7 @@ def write_shards(folder: Path, state: Mapping[str, Any]) -> tuple[Any, list[Path
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     outline = mapped(noted, state)
-    writer, _ = _storage()
+    writer, _ = storage()
     try:
         save(tensors, storage_writer=writer(str(folder), save_distributed=True))
     except CheckpointException as error:  # which is no Exception
@@ -62,7 +62,7 @@ def read_shards(folder: Path, outline: Any, place: Place) -> Any:
         return tensors[_name(key)]
 
     state = mapped(placed, outline)
-    _, reader = _storage()
+    _, reader = storage()
     try:
         with warnings.catch_warnings():  # one process is what is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -113,7 +113,8 @@ def _name(key: Key) -> str:
     return ".".join(str(part) for part in key)
 
 
-def _storage() -> tuple[Any, Any]:
+def storage() -> tuple[Any, Any]:
+    """What writes and reads files of safetensors, where torch has it."""
     try:
         from torch.distributed.checkpoint.hf_storage import (
             HuggingFaceStorageReader,

@@ -64,7 +64,8 @@ class State:
         """The model on this process alone: a copy, where each process has a part of it."""
         if not is_sharded(self.model):
             return self.model
-        model = self.build_model()
+        with torch.random.fork_rng(devices=[]):
+            model = self.build_model()
         model.load_state_dict({k: _whole(v) for k, v in self.model.state_dict().items()})
         return model
 
