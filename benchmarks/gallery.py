@@ -89,7 +89,9 @@ def photograph(folder: Path, path: Path, browser: str) -> None:
         both = Image.new("RGB", (above.width, above.height + below.height))
         both.paste(above, (0, 0))
         both.paste(below, (0, above.height))
-        both.quantize(96).save(path, optimize=True)
+        both.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )
 
 
 def main() -> None:
