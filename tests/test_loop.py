@@ -88,7 +88,7 @@ def test_tracking_the_sharpness_changes_nothing_else(name, tmp_path):
     write_metrics(tmp_path / "tracked", rows)
     assert_same(tmp_path / "tracked", tmp_path / "plain")
     ours, theirs = (load_checkpoint(tmp_path / run)[1] for run in ("tracked", "plain"))
-    assert torch.equal(ours["random"]["cpu"], theirs["random"]["cpu"])
+    assert torch.equal(ours["random"][0]["cpu"], theirs["random"][0]["cpu"])
 
 
 def test_the_sharpness_is_that_of_the_epochs_weights(tmp_path):
