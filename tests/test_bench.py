@@ -198,20 +198,25 @@ def test_the_picture_has_every_method_where_it_belongs(tmp_path):
         for name, (speed, accuracy) in points.items()
     ]
     (axes,) = accuracy_speed(rows, tmp_path / "accuracy_speed").axes
-    drawn = [tuple(place) for dots in axes.collections for place in dots.get_offsets().tolist()]
+    drawn = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines]
     assert drawn == list(points.values())
     assert {text.get_text(): text.xy for text in axes.texts} == points
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("images/s", "accuracy, %")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "training speed, images/s",
+        "test accuracy, %",
+    )
     assert axes.get_xlim()[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "accuracy_speed.pdf",
         "accuracy_speed.png",
         "accuracy_speed.svg",
     ]
 
 
 def test_a_missing_matplotlib_is_named_with_its_command(monkeypatch):
-    monkeypatch.delitem(sys.modules, "saltflat.report.figures", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for name in [name for name in sys.modules if name.startswith("saltflat.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'saltflat\[report\]'"):
         import saltflat.report.figures  # noqa: F401
 

@@ -135,13 +135,16 @@ class LandscapeOptions:
 class _Parser(ArgumentParser):
     """One line and exit code 2 for a bad option, with the nearest known one."""
 
-    options: ClassVar[set[str]] = set()
-    """Of all the commands."""
+    options: ClassVar[dict[str, set[str]]] = {}
+    """Of each command."""
+    command: ClassVar[str] = ""
+    """The one that is parsed."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         from saltflat.train.config import nearest
 
-        known = {option for option in self.options if option.startswith("--")}
+        options = self.options.get(self.command, set())
+        known = {option for option in options if option.startswith("--")}
         lines = [line.strip() for line in message.splitlines() if line.strip()]
         text = " ".join(lines)
         if found := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", text):
@@ -164,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in arguments
     try:
         arguments = [_with_underscores(a) for a in arguments if a != "--debug"]
+        _Parser.command = next((a for a in arguments if not a.startswith("-")), "")
         parsed = _parser().parse_args(arguments)
         options = parsed[parsed.command]
         options.arguments = arguments  # as they were given, for the record of a measurement
@@ -209,11 +213,11 @@ def _parser() -> _Parser:
         if options is not None:
             command.add_argument("--config", action="config", help="A YAML file of options.")
             if options in (SharpnessOptions, LandscapeOptions):
-                command.add_argument("runs", nargs="+", help="Folders of recorded runs.")
+                command.add_argument("runs", nargs="*", help="Folders of recorded runs.")
             else:
                 command.add_class_arguments(Config)
             command.add_class_arguments(options)
-            _Parser.options.update(s for a in command._actions for s in a.option_strings)
+            _Parser.options[name] = {s for a in command._actions for s in a.option_strings}
         if name == "report":
             _add_report(command)
         commands.add_subcommand(name, command, help=description)
