@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup: $(READY) browser
 

@@ -1,4 +1,7 @@
-"""The docstrings' formulas as blocks of their LaTeX: to set them would take a script of another server's."""
+"""The docstrings' words for mkdocstrings: an example is one of its sections, a formula a block.
+
+A formula is shown as its LaTeX: to set it would take a script from another server.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from typing import Any
 
 from griffe import Extension
 
+EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 FORMULA = re.compile(r"^( *)\.\. math::(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
-class Formulas(Extension):
-    """Make each `.. math::` a fenced block."""
+class Docstrings(Extension):
+    """Changes every docstring before it is read."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = FORMULA.sub(_block, obj.docstring.value)
+            text = EXAMPLE.sub(r"\1Examples:", obj.docstring.value)
+            obj.docstring.value = FORMULA.sub(_block, text)
 
 
 def _block(formula: re.Match[str]) -> str:
