@@ -21,7 +21,7 @@ LINK = re.compile(r"(?<=\]\()([^)#\s]+)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add what pages link to, and what the project's own pages are."""
-    waiting = [Path(page.abs_src_path) for page in files.documentation_pages()]
+    waiting = [DOCS / page.src_uri for page in files.documentation_pages()]
     waiting += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     seen: set[Path] = set()
     while waiting:
