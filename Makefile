@@ -1,6 +1,7 @@
 # make demo   set up what is missing, then compare SGD, SAM, SAF and MESA on scikit-learn's digits and make a page of it
 # make test   set up what is missing, a browser too, then lint and run every test
 # make lint   ruff and mypy alone
+# make docs   the documentation, as a site in site/
 # make clean  remove the set-up
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 DEMO := runs/demo
 LANDSCAPES := $(foreach method,base sam saf mesa,$(DEMO)/$(method)/seed0) --points 31 --images 128
 
-.PHONY: demo test lint setup browser clean
+.PHONY: demo test lint docs setup browser clean
 
 demo: $(READY)
 	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods "[base,sam,saf,mesa]" --jobs 2 --out $(DEMO)
@@ -28,6 +29,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup: $(READY) browser
 
@@ -52,4 +56,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -1,11 +1,14 @@
-"""The README's code and the example do what they say."""
+"""The documents: their code runs, their commands parse, their numbers are the code's."""
 
 import inspect
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import yaml
@@ -15,14 +18,41 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import saltflat
-from saltflat import MESA, mesa_dialect
+from saltflat import MESA, SAF, mesa_dialect, with_index
+from saltflat.cli import _parser
 from saltflat.train.measure import MEASURES, chosen
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = {
+    path.relative_to(ROOT).with_suffix("").as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["SAF", "MESA", "SAM"])
+def blocks(page, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+def run(page, **names):
+    """What a page's code leaves, run from top to bottom with what all pages take for granted."""
+    model = names.setdefault("model", network())
+    x, y = dataset().tensors
+    names = {
+        "x": x,
+        "y": y,
+        "train_set": dataset(),
+        "num_classes": CLASSES,
+        "epochs": 7,
+        "loader": DataLoader(with_index(dataset()), 8, shuffle=True),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        **names,
+    }
+    for block in blocks(page):
+        exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize("block", blocks("README"), ids=["SAF", "MESA", "SAM"])
 def test_the_readmes_loops_run_as_they_stand(block):
     model = network()
     names = {
@@ -48,25 +78,98 @@ def test_the_readmes_loops_run_as_they_stand(block):
 
 def test_the_landscape_guides_code_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    guide = (ROOT / "docs" / "guides" / "landscapes.md").read_text()
-    x, y = dataset().tensors
-    exec(
-        re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {"model": network(), "x": x, "y": y}
-    )
+    run("docs/guides/landscapes")
     assert capsys.readouterr().out.startswith("(11, 11) ")
     assert (tmp_path / "landscape.npz").exists()
 
 
-CARDS = {path.stem: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")}
-
-
 def test_the_report_guides_code_runs_as_it_stands(tmp_path, monkeypatch):
-    guide = (ROOT / "docs" / "guides" / "report.md").read_text()
     monkeypatch.chdir(tmp_path)
     write_comparison(tmp_path / "runs" / "compare")
-    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], {})
+    run("docs/guides/report")
     assert "Training loss" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "figures" / "training_loss_small_cnn.pdf").exists()
+
+
+CHECKED = (
+    "README",
+    "docs/integrations/",
+    "docs/methods/",
+    *(f"docs/guides/{name}" for name in ("landscapes", "report", "sharpness")),
+)
+"""Pages whose code is run by tests of their own, which look at what comes of it."""
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and not p.startswith(CHECKED)])
+def test_a_pages_code_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run(page)
+    if "range(epochs)" in PAGES[page] and page != "docs/guides/distributed":
+        terms = [names[name] for name in ("saf", "mesa") if name in names]
+        assert terms and all(term.epoch == 6 and term.started for term in terms)
+
+
+def test_the_distributed_guides_loop_trains(tmp_path, monkeypatch):
+    train, model = run("docs/guides/distributed")["train"], network()
+    before = model[0].weight.detach().clone()
+    alone = {"init_method": f"file://{tmp_path}/meet", "rank": 0, "world_size": 1}
+    start = torch.distributed.init_process_group
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: start("gloo", **alone))
+    try:
+        trained = train(
+            model, dataset(), lambda m: torch.optim.SGD(m.parameters(), 0.1), 7, CLASSES
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not torch.equal(trained.module[0].weight, before)
+
+
+def commands(page):
+    """The saltflat commands of a page, as lists of arguments."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"; |&&|\|\|", line):
+                words = shlex.split(part, comments=True)
+                for name in ("saltflat", ".venv/bin/saltflat"):
+                    if name in words:
+                        yield words[words.index(name) + 1 :]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))])
+def test_a_pages_commands_are_ones_that_saltflat_knows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "mine.yaml").write_text("epochs: 1\n")
+    parser = _parser()
+    for arguments in commands(page):
+        parser.parse_args(arguments)
+
+
+def test_the_notebook_runs():
+    plt.switch_backend("Agg")
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    names = {}
+    for source in code:
+        exec(source.replace("EPOCHS = 40", "EPOCHS = 7"), names)
+    accuracies, terms = names["results"]["SAF"]
+    assert len(accuracies) == 7 and terms[4] == 0 and terms[5] > 0
+    assert [len(axes.lines) for axes in names["figure"].axes] == [2, 2]
+    plt.close(names["figure"])
+
+
+def test_the_guide_to_memory_has_the_sizes_that_saf_has():
+    rows = re.findall(
+        r"^\| [\w-]+ \(([\d,]+) x ([\d,]+)\) \| (.*) \|$", PAGES["docs/guides/memory"], re.MULTILINE
+    )
+    assert len(rows) == 3
+    units = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    for samples, classes, sizes in rows:
+        numbers = [int(number.replace(",", "")) for number in (samples, classes)]
+        for storage, said in zip(("float32", "float16", "uint8"), sizes.split(" | "), strict=True):
+            size, unit = said.split()
+            assert f"{SAF.estimate_bytes(*numbers, storage=storage) / units[unit]:.1f}" == size
 
 
 def test_every_picture_of_the_documents_is_there_and_light():
@@ -80,21 +183,22 @@ def test_every_picture_of_the_documents_is_there_and_light():
         assert 2_000 < picture.stat().st_size < 300_000
 
 
-METHODS = {**{name: getattr(saltflat.sam, name) for name in saltflat.sam.__all__}, "MESA": MESA}
+METHODS = {name: getattr(saltflat.sam, name) for name in saltflat.sam.__all__}
+METHODS |= {"SAF": SAF, "MESA": MESA}
 
 
-def test_every_method_of_the_family_has_a_card():
-    assert CARDS.keys() == {name.lower() for name in METHODS}
+def test_every_method_has_a_card():
+    cards = {page for page in PAGES if page.startswith("docs/methods/")}
+    assert cards == {f"docs/methods/{name.lower()}" for name in METHODS}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
-    card = CARDS[name.lower()]
-    x, y = dataset().tensors
-    names = {"model": network(), "x": x, "y": y}
-    before = names["model"][0].weight.detach().clone()
-    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
-    assert not torch.equal(names["model"][0].weight, before)
+    page = f"docs/methods/{name.lower()}"
+    card, model = PAGES[page], network()
+    before = model[0].weight.detach().clone()
+    run(page, model=model)
+    assert not torch.equal(model[0].weight, before)
     signature = inspect.signature(METHODS[name]).parameters
     defaults = {n: repr(p.default) for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
     assert dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", card, re.MULTILINE)) == defaults
@@ -103,10 +207,8 @@ def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
 
 
 def test_the_guide_to_sharpness_says_what_measures_take_and_cost():
-    text = (ROOT / "docs" / "guides" / "sharpness.md").read_text()
-    x, y = dataset().tensors
-    rows, names = [(x.repeat(6, 1), y.repeat(6))], {"model": network(), "x": x, "y": y}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    names, text = run("docs/guides/sharpness"), PAGES["docs/guides/sharpness"]
+    rows = [(names["x"].repeat(6, 1), names["y"].repeat(6))]
     lines = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert [line[0] for line in lines] == list(MEASURES)
     for name, function, settings, cost in lines:
@@ -124,10 +226,9 @@ def test_the_guide_to_sharpness_says_what_measures_take_and_cost():
 
 
 def test_mesas_dialects_are_the_tables_and_its_code_runs():
-    names = {"model": network(), "MESA": MESA}
-    exec(re.findall(r"```python\n(.*?)```", CARDS["mesa"], re.DOTALL)[1], names)
-    assert names["mesa"].start_epoch == 75
-    rows = [line.split(" | ") for line in CARDS["mesa"].splitlines() if line.endswith('"` |')]
+    assert run("docs/methods/mesa")["mesa"].start_epoch == 75
+    card = PAGES["docs/methods/mesa"]
+    rows = [line.split(" | ") for line in card.splitlines() if line.endswith('"` |')]
     starts = {"5": 5, "E / 4, rounded up": 3, "E // 4 + 1": 3}
     for _, _, weight, temperature, squared, start, decay, name in rows:
         dialect = mesa_dialect(name.strip('`"| '), epochs=10)
@@ -139,30 +240,19 @@ def test_mesas_dialects_are_the_tables_and_its_code_runs():
     assert len(rows) == 4
 
 
-PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "integrations").glob("*.md")}
-
-
-def named(page):
-    """What a page takes for granted."""
-    names = {"train_set": dataset(), "num_classes": CLASSES, "epochs": 7, "net": network()}
-    if page == "transformers":
-        from test_transformers import bert, texts
-
-        return {**names, "train_set": texts(), "model": bert()}
-    return {**names, "model": names["net"]}
-
-
 @pytest.mark.filterwarnings("ignore")  # the frameworks' own
 @pytest.mark.parametrize("page", ["lightning", "transformers", "accelerate", "timm"])
 def test_an_integrations_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = named(page)
-    for block in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL):
-        exec(block, names)
+    net = network()
     if page == "transformers":
+        from test_transformers import bert, texts
+
+        names = run("docs/integrations/transformers", model=bert(), train_set=texts())
         logged = [log.get("trajectory_loss", 0) for log in names["trainer"].state.log_history]
         assert names["trainer"].term is names["mesa"] and names["mesa"].epoch == 1, logged
         return
+    names = run(f"docs/integrations/{page}", net=net, model=net)
     terms = [names.get(name) for name in ("saf", "mesa")]
     terms = [getattr(term, "term", term) for term in terms if term is not None]
     if page == "timm":
@@ -181,7 +271,7 @@ def test_an_integrations_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     ],
 )
 def test_an_example_runs(script, said, tmp_path):
-    assert script in PAGES[script.partition("_")[0]]
+    assert script in PAGES[f"docs/integrations/{script.partition('_')[0]}"]
     command = [sys.executable, str(ROOT / "examples" / script), "--epochs", "2", "--out"]
     result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert re.search(said, result.stdout), result.stderr
