@@ -216,7 +216,7 @@ def test_a_line_on_its_way_is_said_to_be_and_has_the_place_that_it_will_fill(tmp
     assert "base is unfinished. sam is unfinished." in line.caption
     assert len(line.lines) == 1 + 5
     (axes,) = render(line, PAPER).axes
-    assert axes.get_xlim() == (-1, 1)
+    assert axes.get_xlim() == (-1, 1) and 0 < axes.get_ylim()[0] < losses[4]
 
 
 def test_runs_that_differ_in_what_they_record_are_seeds_of_one_config(tmp_path):

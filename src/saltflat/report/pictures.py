@@ -247,7 +247,8 @@ def _lines(setting: Setting, indices: Indices) -> Picture | None:
     if not curves:
         return None
     ends = [end for line in lines.values() for end in (line.x[0], line.x[-1])]
-    top = common_scale([curve.mean for curve in curves]).top * 2
+    scale = common_scale([curve.mean for curve in curves])
+    top = scale.top * 2
 
     def draw(figure: FigureBase, style: Style) -> None:
         axes = figure.subplots()
@@ -255,6 +256,7 @@ def _lines(setting: Setting, indices: Indices) -> Picture | None:
             *(axes, curves, indices, style),
             ylabel="training loss",
             xlabel="distance along the direction",
+            bottom=scale.bottom - (top - scale.bottom) / 20,
             top=top,
         )
         axes.set_xlim(min(ends), max(ends))
