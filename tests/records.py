@@ -46,11 +46,15 @@ def write_run(folder, config=SMALL, *, gain=0.0, sharpness_every=0, complete=Tru
     return folder
 
 
-def write_landscape(folder: Path, *, curvature=4.0, points=21):
+def write_landscape(folder: Path, *, curvature=4.0, points=21, epochs=None, **settings):
     """A bowl: half the curvature times the squared distance, and a little."""
     axis = np.linspace(-1, 1, points)
     losses = 0.05 + curvature / 2 * (axis[:, None] ** 2 + 2 * axis**2)
-    about = {"settings": {"kind": "random"}, "command": "saltflat landscape c/*/seed0"}
+    about = {
+        "settings": {"kind": "random", **settings},
+        "command": "saltflat landscape c/*/seed0",
+        "epochs": epochs,
+    }
     surface = Surface(axis, axis, losses, None, np.zeros((1, 2)), about, losses.size)
     surface.save(folder / "landscape.npz")
     middle = losses[points // 2]

@@ -151,7 +151,8 @@ def test_bad_input_is_told_what_to_do(runs, capsys, monkeypatch):
     assert "--out is for one surface, and there are 2" in refused(
         capsys, base, saf, "--out", "a.npz"
     )
-    assert "train with snapshot_every set" in refused(capsys, resnet, "--mode", "trajectory")
+    error = refused(capsys, resnet, "--mode", "trajectory")
+    assert f"{resnet}: 0 snapshots make no plane" in error and "snapshot_every set" in error
     assert "unknown option --point" in refused(capsys, base, "--point", 3)
     shutil.rmtree(base / "checkpoints")
     assert "has no checkpoint yet: train it" in refused(capsys, base)
@@ -226,6 +227,21 @@ def test_what_cannot_be_drawn():
     with pytest.raises(ValueError, match=r"no loss of these surfaces is a number.*smaller span"):
         plot.contours({"a": surface_of(np.full((3, 3), np.nan))})
     assert plot.contours({"a": grid}).axes  # a plain
+
+
+@pytest.mark.parametrize("rise", [1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+def test_a_loss_that_hardly_rises_has_levels_that_read_differently(rise):
+    grid = 2.302585 + rise * np.add.outer(np.linspace(-1, 1, 9) ** 2, np.linspace(-1, 1, 9) ** 2)
+    levels = common_scale([grid]).levels
+    assert len(levels) > 3 and len({f"{level:g}" for level in levels}) == len(levels)
+    assert list(levels) == sorted(levels)
+    for draw in (plot.contours, plot.surfaces_3d):
+        assert draw({"a": surface_of(grid)}).axes
+
+
+def test_a_path_can_be_seen_on_any_ground():
+    (axes,) = plot.contours({"a": surface_of(np.add.outer(np.arange(3.0), np.arange(3.0)))}).axes
+    assert len(axes.lines) == 2 and all(line.get_path_effects() for line in axes.lines)
 
 
 def test_losses_that_are_not_numbers_leave_holes():

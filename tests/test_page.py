@@ -183,6 +183,28 @@ def test_nothing_overflows_a_narrow_screen(open_tab, width):
     assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
+def test_labels_of_landscapes_are_not_cut_off(open_tab):
+    tab = open_tab(width=320)
+    tab.pictures()
+    tab.page.evaluate(
+        """() => {
+            window.written = [];
+            const pen = CanvasRenderingContext2D.prototype, write = pen.fillText;
+            pen.fillText = function (text, x, y) {
+                written.push([x, x + this.measureText(text).width - this.canvas.width]);
+                write.call(this, text, x, y);
+            };
+        }"""
+    )
+    for _ in range(8):
+        tab.page.locator("canvas").first.press("ArrowLeft")
+        tab.page.wait_for_timeout(40)
+    tab.pictures()
+    written = tab.page.evaluate("written")
+    assert len(written) >= 5
+    assert all(left >= 0 and over < 0.5 for left, over in written)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_stand_out_in_light_and_in_dark(open_tab, scheme):
     tab = open_tab(color_scheme=scheme)
@@ -230,6 +252,7 @@ def test_it_prints(open_tab):
     tab.page.emulate_media(media="print")
     ground = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == "rgb(255, 255, 255)"
+    assert "Drag" not in tab.page.locator(".controls").inner_text()
     tab.page.emulate_media(media=None)
     printed = tab.page.pdf(format="A4")
     assert printed.startswith(b"%PDF") and 1 <= printed.count(b"/Type /Page\n") <= 6

@@ -1,6 +1,7 @@
 """From records on disk to a page and pictures; what the page does in a browser is test_page's."""
 
 import base64
+import html
 import json
 import re
 import shlex
@@ -17,8 +18,9 @@ from saltflat.cli import main
 from saltflat.landscape import Surface
 from saltflat.report.page import page
 from saltflat.report.paper import paper_figures
-from saltflat.report.pictures import thinned, write_figures
+from saltflat.report.pictures import pictures_of, render, thinned, write_figures
 from saltflat.report.records import Curve, read_settings
+from saltflat.report.style import PAPER
 from saltflat.report.surfaces import surfaces_of
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, fit
 from saltflat.train.folder import read_config
@@ -82,7 +84,9 @@ def test_single_runs_are_put_together_by_config(tmp_path):
     assert accuracy["mean"] == pytest.approx(np.mean(ends))
     assert (accuracy["low"], accuracy["high"], accuracy["n"]) == (min(ends), max(ends), 2)
     assert going.row["images_per_second"] is None and going.row["epochs"] == 1
-    assert "were not made by one comparison" in page([setting], "")
+    text = page([setting], "")
+    assert "were not made by one comparison" in text and "lowest to the highest seed" in text
+    assert "to the highest seed" not in page(read_settings([tmp_path / "base0"]), "")
 
 
 def test_a_curve_is_the_mean_and_the_range_of_its_seeds(tmp_path):
@@ -103,7 +107,16 @@ def test_a_diverged_run_has_a_gap_and_a_page(tmp_path):
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (setting,) = read_settings([run])
     assert setting.methods[0].curve("loss").x.tolist() == [0, 1]
-    assert "Training loss" in page([setting], "")
+    text = page([setting], "")
+    assert "Training loss" in text and "of 1 diverged" not in text
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "track_sharpness": 1}))
+    settings = read_settings([run])
+    text = page(settings, "")
+    assert "1 of 1 diverged" in text and "--track_sharpness" not in text
+    assert not any("--track_sharpness" in sentence for sentence in paper_figures(settings)[1])
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_end():
@@ -156,6 +169,104 @@ def test_a_surface_on_its_way_is_said_to_be(tmp_path):
     (setting,) = read_settings([folder])
     assert list(surfaces_of(setting).shown) == ["base", "sam, unfinished"]
     assert "sam, unfinished" in page([setting], "")
+
+
+def test_landscapes_that_were_made_otherwise_are_left_out_and_said(tmp_path):
+    made = {"span": 1.0, "seed": 0, "data": 7}
+    folder = write_comparison(tmp_path / "c", methods=("base", "sam", "saf"), landscape=made)
+    write_landscape(folder / "base" / "seed0", **{**made, "span": 0.5, "data": 8})
+    (setting,) = read_settings([folder])
+    assert list(surfaces_of(setting).shown) == ["sam", "saf"]
+    text = page([setting], "")
+    said = "base, seed 0 is left out: its span is 0.5, not 1.0, its images are others."
+    assert text.count(said) == 2  # of the plane, and of the line
+    assert "epochs." not in text
+
+
+def test_a_landscape_of_earlier_weights_is_said_to_be(tmp_path):
+    run = write_run(tmp_path / "run", landscape={"epochs": 2})
+    assert "base, seed 0 is as it was after 2 of 3 epochs." in page(read_settings([run]), "")
+
+
+def test_a_landscape_without_a_number_does_not_block_the_page(tmp_path):
+    folder = write_comparison(tmp_path / "c", landscape={})
+    for name in ("landscape", "landscape_line"):
+        path = folder / "sam" / "seed0" / f"{name}.npz"
+        whole = Surface.load(path)
+        replace(whole, losses=np.full_like(whole.losses, np.nan)).save(path)
+    settings = read_settings([folder])
+    said = "sam, seed 0 is left out: no loss of its landscape is a number."
+    assert list(surfaces_of(settings[0]).shown) == ["base"] and said in page(settings, "")
+    shutil.rmtree(folder / "base" / "seed0")
+    alone = read_settings([folder / "sam" / "seed0"])
+    assert surfaces_of(alone[0]) is None and said in page(alone, "")
+
+
+def test_a_line_on_its_way_is_said_to_be_and_has_the_place_that_it_will_fill(tmp_path):
+    folder = write_comparison(tmp_path / "c", landscape={})
+    path = folder / "sam" / "seed0" / "landscape_line.npz"
+    whole = Surface.load(path)
+    losses = np.where(np.arange(21) < 5, whole.losses, np.nan)
+    for name in ("base", "sam"):
+        target = folder / name / "seed0" / "landscape_line.npz"
+        replace(whole, losses=losses, done=5).save(target)
+    (setting,) = read_settings([folder])
+    pictures = pictures_of(setting, {"base": 0, "sam": 1})
+    line = next(one for one in pictures if one.title == "The loss along a line")
+    assert "base is unfinished. sam is unfinished." in line.caption
+    assert len(line.lines) == 1 + 5
+    (axes,) = render(line, PAPER).axes
+    assert axes.get_xlim() == (-1, 1) and 0 < axes.get_ylim()[0] < losses[4]
+
+
+def test_runs_that_differ_in_what_they_record_are_seeds_of_one_config(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", with_method("base")),
+        write_run(tmp_path / "b", with_method("base", replace(SMALL, track_sharpness=1), seed=1)),
+    ]
+    (setting,) = read_settings(runs)
+    assert [(method.label, len(method.runs)) for method in setting.methods] == [("base", 2)]
+
+
+def test_a_run_and_its_copy_are_not_two_seeds(tmp_path):
+    run = write_run(tmp_path / "run")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    with pytest.raises(ValueError, match=rf"{run} and {copy} are of one config and one seed"):
+        read_settings([run, copy])
+    (setting,) = read_settings([run, tmp_path / "copy" / ".." / "run"])  # the same, named twice
+    assert len(setting.methods[0].runs) == 1
+
+
+def test_a_long_label_is_a_letter_with_a_legend(tmp_path):
+    for number, weight in enumerate((0.25, 0.5)):
+        config = replace(SMALL, label_smoothing=weight, channels_last=bool(number))
+        write_run(tmp_path / f"run{number}", with_method("saf", config))
+    (setting,) = read_settings(sorted(tmp_path.iterdir()))
+    assert [method.label for method in setting.methods] == ["saf A", "saf B"]
+    assert "<small>channels_last True, label_smoothing 0.5</small>" in page([setting], "")
+
+
+def test_comparisons_in_folders_of_one_name_are_told_apart(tmp_path):
+    folders = [write_comparison(tmp_path / name / "cmp") for name in ("a", "b")]
+    settings = read_settings(folders)
+    assert [setting.name for setting in settings] == ["small_cnn (a/cmp)", "small_cnn (b/cmp)"]
+    ids = re.findall(r'<figure id="([^"]*)"', page(settings, ""))
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path):
+    run = write_run(tmp_path / "run", complete=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "lo')
+    (setting,) = read_settings([run])
+    assert len(setting.methods[0].runs[0].metrics) == 1
+
+
+def test_folders_with_spaces_are_quoted_in_commands(tmp_path):
+    run = write_run(tmp_path / "my run")
+    text = html.unescape(page(read_settings([run]), ""))
+    assert f"saltflat landscape '{run}'" in text
+    assert f"saltflat train --config '{run}/config.json' --out '{run}'" in text
 
 
 def test_names_cannot_become_part_of_the_page(tmp_path):
@@ -236,6 +347,8 @@ def test_a_figure_of_the_paper_that_lacks_its_data_says_what_to_run(tmp_path):
         (["empty"], "empty has no epoch yet"),
         (["digits", "half"], "of different data"),
         (["damaged"], "config.json is damaged"),
+        (["noconfig"], "config.json is not a run's config, it lacks model"),
+        (["void"], "landscape.npz is not a surface"),
         (["nosurface"], "landscape.npz is not a surface"),
         (["digits", "--paper"], "say with --figures DIR where they go"),
     ],
@@ -245,9 +358,14 @@ def test_bad_input_says_what_to_do(arguments, message, tmp_path, monkeypatch, ca
     write_run(tmp_path / "digits")
     write_run(tmp_path / "half", replace(SMALL, data=replace(SMALL.data, train_size=64)))
     (tmp_path / "sub").mkdir()
-    for name, file in {"damaged": "config.json", "nosurface": "landscape.npz"}.items():
+    for name, (file, text) in {
+        "damaged": ("config.json", "{"),
+        "noconfig": ("config.json", "{}"),
+        "nosurface": ("landscape.npz", "{"),
+        "void": ("landscape.npz", ""),
+    }.items():
         run = write_run(tmp_path / "sub" / name)
-        (run / file).write_text("{")
+        (run / file).write_text(text)
         if arguments == [name]:
             shutil.move(run, tmp_path / name)
     if arguments == ["empty"]:
@@ -268,6 +386,7 @@ def test_report_writes_the_page_and_the_figures(tmp_path, capsys):
     assert f"page: {out}" in said and f"figures: {figures}" in said
     assert "figure 5 is figure 2 of a second model" in said
     assert out.read_text().startswith("<!doctype html>")
+    assert f"-o {out} --figures={figures} --paper" in out.read_text()
     assert (figures / "figure4.pdf").exists() and (figures / "contours_small_cnn.svg").exists()
 
 

@@ -328,7 +328,7 @@ def _compare(options: Namespace) -> None:
     print(f"95 % intervals by Student's t over {own.seeds} seeds; written to {own.out}")
     page = Path(own.out) / "report.html"
     try:
-        _write_page([own.out], page)
+        _write_page([own.out], page, ["saltflat", "report", own.out, "-o", str(page)])
     except ImportError as error:
         print(f"no page to look at: {error}")
 
@@ -336,7 +336,7 @@ def _compare(options: Namespace) -> None:
 def _report(options: Namespace) -> None:
     if options.paper and options.figures is None:
         raise ValueError("--paper makes files: say with --figures DIR where they go")
-    settings = _write_page(options.runs, Path(options.out))
+    settings = _write_page(options.runs, Path(options.out), ["saltflat", *options.arguments])
     if options.figures is None:
         return
     from saltflat.report.paper import write_paper
@@ -350,12 +350,12 @@ def _report(options: Namespace) -> None:
     print(f"figures: {folder}")
 
 
-def _write_page(runs: list[str], page: Path) -> list[Any]:
+def _write_page(runs: list[str], page: Path, command: list[str]) -> list[Any]:
     from saltflat.report.page import write_page
     from saltflat.report.records import read_settings
 
     settings = read_settings(runs)
-    write_page(settings, page, shlex.join(["saltflat", "report", *runs, "-o", str(page)]))
+    write_page(settings, page, shlex.join(command))
     print(f"page: {page}")
     return settings
 
@@ -514,7 +514,10 @@ def _directions(own: LandscapeOptions, runs: list[Any], run: Any) -> Any:
         return line_between(*(one.model for one in runs))
     if own.mode == "trajectory":
         kept = load_snapshots(run.folder)
-        return trajectory_plane(run.model, [kept[epoch] for epoch in kept if epoch < run.epochs])
+        try:
+            return trajectory_plane(run.model, [kept[at] for at in kept if at < run.epochs])
+        except ValueError as error:
+            raise ValueError(f"{run.folder}: {error}") from error
     return random_directions(run.model, seed=own.seed, count=2 if own.mode == "plane" else 1)
 
 

@@ -17,6 +17,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError("pictures need: pip install 'saltflat[report]'") from error
@@ -97,8 +98,10 @@ def draw_contours(axes: Axes, surface: Surface, scale: Scale) -> None:
     drawn = axes.contour(*place, levels=scale.levels, colors="#10202c", linewidths=0.45)
     size = float(rcParams["font.size"])
     axes.clabel(drawn, levels[:-1][::-3], fontsize=size * 0.72, fmt="%g")
-    axes.plot(*surface.marks.T, ".-", color="white", linewidth=0.8, markersize=2)
-    axes.plot(*surface.marks[-1], "+", color="white", markersize=size * 0.7)
+    # A dark edge, since above the scale the ground is as light as the path.
+    edge: Any = {"color": "white", "path_effects": [withStroke(linewidth=2, foreground="#10202c")]}
+    axes.plot(*surface.marks.T, ".-", linewidth=0.8, markersize=2, **edge)
+    axes.plot(*surface.marks[-1], "+", markersize=size * 0.7, **edge)
     axes.set_box_aspect(1)
     axes.grid(visible=False)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_FLAT = 1e-4
+"""Of the loss: what rises by less has no levels that six digits tell apart."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -43,7 +46,7 @@ def common_scale(losses: Iterable[np.ndarray]) -> Scale:
         raise ValueError("no loss of these surfaces is a number: make them with a smaller span")
     bottom = min(float(found.min()) for found in finite)
     top = min(float(np.quantile(found, 0.75)) for found in finite)
-    if not top > bottom:  # a plain
+    if top - bottom <= _FLAT * abs(bottom):  # a plain: its levels would read the same
         top = bottom + max(1e-6, abs(bottom))
     levels = _levels(max(bottom, top / 1000), top)
     return Scale(bottom, levels[-1], levels)

@@ -86,7 +86,7 @@ class Surface:
                     provenance=json.loads(str(arrays["provenance"])),
                     done=int(arrays["done"]),
                 )
-        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is not a surface's file ({error}): remove it") from error
 
 

@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from saltflat.report.records import Curve
-from saltflat.report.style import DASHES, MARKERS, PAPER, Style
+from saltflat.report.style import DASHES, MARKERS, PAPER, Style, wrapped
 
 Indices = Mapping[str, int]
 """A method's place among all of a report, from which its colour, dash and marker follow."""
@@ -108,7 +108,7 @@ def _name_points(axes: Axes, lines: Mapping[str, Any], indices: Indices, style: 
         fastest = max(method)
         for side, up in product((1, -1), (0, step, -step, 2 * step, -2 * step)):
             text = axes.annotate(
-                label,
+                wrapped(label),
                 (fastest.speed, fastest.accuracy),
                 (7 * side, up),
                 textcoords="offset points",
@@ -137,6 +137,7 @@ def draw_curves(
     xlabel: str = "epoch",
     log: bool = False,
     bottom: float | None = None,
+    top: float | None = None,
 ) -> None:
     """A line a method with the range of its seeds, named at its end."""
     for curve in curves:
@@ -162,7 +163,7 @@ def draw_curves(
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS, integer=xlabel == "epoch"))
     axes.margins(x=0.01)
-    axes.set_ylim(bottom=bottom)
+    axes.set_ylim(bottom, top)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     _name_curves(axes, curves, indices, style)
@@ -176,7 +177,8 @@ def _name_curves(axes: Axes, curves: Sequence[Curve], indices: Indices, style: S
     bottom, top = (axes.transAxes.transform((0, at))[1] for at in (0, 1))
     figure: Any = axes.get_figure(root=True)
     inches = figure.get_size_inches()[1] * 0.78  # of the axes, roughly
-    gap = style.font * 1.3 / 72 / inches
+    lines = max(wrapped(curve.label).count("\n") + 1 for curve in curves)
+    gap = lines * style.font * 1.3 / 72 / inches
     wanted = [min(1.0, max(0.0, (end - bottom) / (top - bottom))) for end in ends]
     for curve, at, y in zip(curves, wanted, spread(wanted, gap), strict=True):
         colour = style.of(indices[curve.label])
@@ -188,7 +190,7 @@ def _name_curves(axes: Axes, curves: Sequence[Curve], indices: Indices, style: S
             clip_on=False,
         )
         axes.text(
-            *(1.06, y, curve.label),
+            *(1.06, y, wrapped(curve.label)),
             transform=axes.transAxes,
             va="center",
             color=colour,
@@ -243,7 +245,7 @@ def draw_bars(
             textcoords="offset points",
             va="center",
         )
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
     axes.tick_params(axis="y", length=0, labelcolor=style.ink)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -275,7 +277,7 @@ def draw_dots(
             alpha=0.75,
         )
         axes.vlines(np.mean(seeds), place - 0.3, place + 0.3, color=colour, linewidth=2)
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=style.ink)
     axes.grid(axis="y", visible=False)

@@ -23,13 +23,14 @@ from saltflat.report.pictures import (
     pictures_of,
     render,
 )
-from saltflat.report.records import Setting
+from saltflat.report.records import Setting, tracked
 from saltflat.report.style import PAGE, with_variables
 from saltflat.report.surfaces import (
     Surfaces,
     color_stops,
     contours_alone,
     packed,
+    planes,
     surfaces_of,
 )
 from saltflat.report.table import columns, finding, options
@@ -84,6 +85,7 @@ def page(settings: list[Setting], command: str) -> str:
                 "columns": columns(setting),
                 "findings": [finding(method) for method in setting.methods],
                 "pictures": [inline(picture) for picture in pictures_of(setting, indices)],
+                "notes": planes(setting)[1],
                 "surfaces": None if surfaces is None else _cards(surfaces, setting.name),
             }
         )
@@ -96,7 +98,7 @@ def page(settings: list[Setting], command: str) -> str:
         options=options(settings),
         command=command,
         source=lambda name: Markup(_source(name)),
-        tracked=any(len(m.curve("sharpness").x) for setting in settings for m in setting.methods),
+        tracked=tracked(settings),
     )
 
 

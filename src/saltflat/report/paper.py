@@ -20,12 +20,9 @@ from saltflat.report.pictures import (
     pictures_of,
     render,
 )
-from saltflat.report.records import Setting
-from saltflat.report.style import PAPER
+from saltflat.report.records import Setting, tracked
+from saltflat.report.style import PAPER, TEXT_WIDTH
 from saltflat.report.surfaces import surfaces_in_a_row, surfaces_of
-
-_TEXT_WIDTH = 5.5
-"""Of the paper, in inches."""
 
 
 def write_paper(settings: Sequence[Setting], folder: Path) -> list[str]:
@@ -50,17 +47,17 @@ def paper_figures(settings: Sequence[Setting]) -> tuple[dict[str, Figure], list[
         figures["figure1"] = render(first, PAPER)
     else:
         missing.append("figure 1 needs speeds: let the runs end")
-    tracked = (s for s in settings if any(len(m.curve("sharpness").x) for m in s.methods))
-    if (setting := next(tracked, None)) is not None:
+    curves = (s for s in settings if any(len(m.curve("sharpness").x) for m in s.methods))
+    if (setting := next(curves, None)) is not None:
         figures["figure4"] = _loss_and_sharpness(setting, indices_of(settings))
     else:
-        missing.append("figure 4 needs sharpness by epoch: train with --track_sharpness 1")
+        lack = "no value is a number" if tracked(settings) else "train with --track_sharpness 1"
+        missing.append(f"figure 4 needs sharpness by epoch: {lack}")
     shown = [found for setting in settings if (found := surfaces_of(setting)) is not None]
     for name, found in zip(("figure2", "figure5"), shown, strict=False):
         figures[name] = surfaces_in_a_row(found)
     if not shown:
-        runs = " ".join(str(method.runs[0].folder) for method in settings[0].methods)
-        missing.append(f"figure 2 needs landscapes: saltflat landscape {runs}")
+        missing.append(f"figure 2 needs landscapes: {settings[0].landscape_command}")
     if len(shown) < 2:
         missing.append("figure 5 is figure 2 of a second model: name its comparison too")
     return figures, missing
@@ -70,7 +67,7 @@ def _loss_and_sharpness(setting: Setting, indices: Indices) -> Figure:
     """Training loss to the left, sharpness to the right."""
     panels = {p.title: p for p in pictures_of(setting, indices)}
     with rc_context(PAPER.settings("figure4")):
-        figure = Figure(figsize=(_TEXT_WIDTH, 2.0), layout="constrained")
+        figure = Figure(figsize=(TEXT_WIDTH, 2.0), layout="constrained")
         parts: Any = figure.subfigures(1, 2)
         left, right = parts
         panels["Training loss"].draw(left, PAPER)

@@ -12,6 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure, FigureBase
 
 from saltflat.landscape.scale import common_scale
+from saltflat.report.alike import alike
 from saltflat.report.figures import (
     Indices,
     Point,
@@ -233,16 +234,21 @@ def _memory(setting: Setting, indices: Indices) -> Picture | None:
 
 
 def _lines(setting: Setting, indices: Indices) -> Picture | None:
-    """Landscapes along one direction."""
+    """Landscapes along one direction, the first of each method."""
+    found, notes = alike(setting, lambda run: run.line)
+    lines = {one.label: one.surface for one in reversed(found)}
     curves = []
-    for method in setting.methods:
-        found = next((run.line for run in method.runs if run.line is not None), None)
-        if found is not None:
-            losses = found.losses
-            curves.append(Curve(method.label, found.x, losses, losses, losses))
+    for label in (method.label for method in setting.methods if method.label in lines):
+        line = lines[label]
+        losses = np.nan_to_num(line.losses[: line.done], nan=np.inf, posinf=np.inf)
+        curves.append(Curve(label, line.x[: line.done], losses, losses, losses))
+        if not line.complete:
+            notes.append(f"{label} is unfinished.")
     if not curves:
         return None
-    top = common_scale([curve.mean for curve in curves]).top * 2
+    ends = [end for line in lines.values() for end in (line.x[0], line.x[-1])]
+    scale = common_scale([curve.mean for curve in curves])
+    top = scale.top * 2
 
     def draw(figure: FigureBase, style: Style) -> None:
         axes = figure.subplots()
@@ -250,13 +256,21 @@ def _lines(setting: Setting, indices: Indices) -> Picture | None:
             *(axes, curves, indices, style),
             ylabel="training loss",
             xlabel="distance along the direction",
+            bottom=scale.bottom - (top - scale.bottom) / 20,
+            top=top,
         )
-        axes.set_ylim(top=top)
+        axes.set_xlim(min(ends), max(ends))
 
     return Picture(
         _named("landscape_line", setting),
         "The loss along a line",
-        "Through the trained weights, at 0, in a random direction of filter-normalised length.",
+        " ".join(
+            [
+                "Through the trained weights, at 0, in a random direction of filter-normalised "
+                "length.",
+                *notes,
+            ]
+        ),
         draw,
         _table("distance", [thinned(curve) for curve in curves]),
         by_epoch=True,

@@ -7,10 +7,13 @@ by side. A `Method` is a config and its seeds.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,17 @@ from saltflat.landscape import Surface
 
 _DATA = ("name", "train_size", "image_size", "label_noise", "noise_seed")
 """What makes two data sets different ones; the rest is what is done to them."""
+_NEEDED = ("model", "seed", "epochs", "method.name", "data.name", "data.label_noise")
+"""Of a config, by a report."""
+_ASIDE = frozenset(
+    (
+        *("device", "timeout", "data.root", "data.workers"),
+        *("checkpoint_every", "track_sharpness", "snapshot_every", "log"),
+    )
+)
+"""Where and how a run is made and recorded; the run itself is the same."""
+_LONG = 24
+"""What is said of a config beside its method, in letters: more is no label for a picture."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,12 @@ class Run:
     def complete(self) -> bool:
         return bool(self.result)
 
+    @property
+    def command(self) -> str:
+        """The one that makes it again, or goes on with it, here."""
+        config = shlex.join(["saltflat", "train", "--config", str(self.folder / "config.json")])
+        return f"{self.result.get('command') or config} --out {shlex.quote(str(self.folder))}"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -53,6 +73,14 @@ class Method:
     runs: tuple[Run, ...]
     row: Mapping[str, Any]
     """As in summary.json; of runs that were not compared, the same figures as far as known."""
+    detail: str = ""
+    """What sets it apart from the others, where that is too long for the label."""
+
+    @property
+    def diverged(self) -> str:
+        """In words, how many of its runs did."""
+        count = sum(bool(run.result.get("diverged")) for run in self.runs)
+        return "" if not count else f"{count} of {len(self.runs)} diverged"
 
     def curve(self, key: str) -> Curve:
         """A figure by epoch, over the seeds that have it."""
@@ -99,6 +127,20 @@ class Setting:
     def runs(self) -> Iterator[Run]:
         return (run for method in self.methods for run in method.runs)
 
+    @property
+    def landscape_command(self) -> str:
+        """The one for a landscape of each method."""
+        return shlex.join(["saltflat", "landscape", *(str(m.runs[0].folder) for m in self.methods)])
+
+
+def tracked(settings: Iterable[Setting]) -> bool:
+    """Whether sharpness was measured by epoch, whatever it was."""
+    return any(
+        run.config.get("track_sharpness") or any("sharpness" in line for line in run.metrics)
+        for setting in settings
+        for run in setting.runs
+    )
+
 
 def read_settings(folders: Iterable[Path | str]) -> list[Setting]:
     """Read run folders and comparisons.
@@ -106,18 +148,19 @@ def read_settings(folders: Iterable[Path | str]) -> list[Setting]:
     Raises:
         ValueError: If there are none, one holds no records, or they are of different data.
     """
-    paths = list(dict.fromkeys(Path(folder) for folder in folders))
+    paths = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not paths:
         raise ValueError("a report needs runs: name folders of `saltflat train` or `compare`")
-    settings = [_comparison(path) for path in paths if (path / "summary.json").exists()]
+    compared = [path for path in paths if (path / "summary.json").exists()]
     loose: dict[str, list[Run]] = {}
     for path in paths:
-        if not (path / "summary.json").exists():
+        if path not in compared:
             run = read_run(path)
             loose.setdefault(run.config["model"], []).append(run)
+    settings = [_comparison(path) for path in compared]
     settings += [_loose(model, runs) for model, runs in loose.items()]
     _require_one_data_set(settings)
-    return _distinct_names(settings, paths)
+    return _distinct_names(settings, compared)
 
 
 def read_run(folder: Path) -> Run:
@@ -133,14 +176,15 @@ def read_run(folder: Path) -> Run:
             f"{folder} holds no records: neither config.json of a run nor summary.json of a "
             f"comparison{hint}"
         )
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    path, result = folder / "metrics.jsonl", folder / "result.json"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith("\n") and not result.exists():
+        del lines[-1]  # which is being written
     if not lines:
         raise ValueError(f"{folder} has no epoch yet: wait for its first, or leave it out")
-    result = folder / "result.json"
     return Run(
         folder,
-        _json(folder / "config.json"),
+        _config(folder / "config.json"),
         [_parsed(line, path) for line in lines],
         _json(result) if result.exists() else {},
         *(_surface(folder / f"{name}.npz") for name in ("landscape", "landscape_line")),
@@ -171,28 +215,55 @@ def _loose(model: str, runs: list[Run]) -> Setting:
     """Runs of one model that no comparison summed up, the seeds of a config together."""
     by_config: dict[str, list[Run]] = {}
     for run in runs:
-        key = json.dumps({**run.config, "seed": None}, sort_keys=True)
+        key = json.dumps(_chosen(run), sort_keys=True)
         by_config.setdefault(key, []).append(run)
     groups = list(by_config.values())
     methods = []
-    for group, label in zip(groups, _labels(groups), strict=True):
+    for group, (label, detail) in zip(groups, _labels(groups), strict=True):
         group.sort(key=lambda run: int(run.config["seed"]))
-        methods.append(Method(label, tuple(group), _row(group)))
+        for one, other in pairwise(group):
+            if one.config["seed"] == other.config["seed"]:
+                raise ValueError(
+                    f"{one.folder} and {other.folder} are of one config and one seed, and would "
+                    "count as two: leave one out"
+                )
+        methods.append(Method(label, tuple(group), _row(group), detail))
     return Setting(model, tuple(methods), False, (), runs[0].result, {})
 
 
-def _labels(groups: list[list[Run]]) -> list[str]:
-    """The method's name, and what sets a config apart from others of the same method."""
-    flat = [flatten(group[0].config) for group in groups]
+def _chosen(run: Run) -> dict[str, Any]:
+    """What makes a run another one than its seed does."""
+    return {k: v for k, v in flatten(run.config).items() if k != "seed" and k not in _ASIDE}
+
+
+def _labels(groups: list[list[Run]]) -> list[tuple[str, str]]:
+    """The method's name with what sets a config apart from others of the same method.
+
+    That is a letter where it would be too long; then the second part says it.
+    """
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        by_name.setdefault(group[0].method, []).append(_chosen(group[0]))
     labels = []
-    for group, one in zip(groups, flat, strict=True):
-        name = group[0].method
-        alike = [other for other in flat if other["method.name"] == name]
-        keys = sorted({key for other in alike for key in other if key != "seed"})
+    for group in groups:
+        name, one = group[0].method, _chosen(group[0])
+        alike = by_name[name]
+        keys = sorted({key for other in alike for key in other})
         own = [k for k in keys if len({json.dumps(other.get(k)) for other in alike}) > 1]
-        said = ", ".join(f"{k.rpartition('.')[2]} {one.get(k, 'default')}" for k in own)
-        labels.append(f"{name} ({said})" if said else name)
+        details = [
+            ", ".join(f"{k.rpartition('.')[2]} {other.get(k, 'default')}" for k in own)
+            for other in alike
+        ]
+        place = alike.index(one)
+        if max(map(len, details)) > _LONG:
+            labels.append((f"{name} {_letter(place)}", details[place]))
+        else:
+            labels.append((f"{name} ({details[place]})" if own else name, ""))
     return labels
+
+
+def _letter(place: int) -> str:
+    return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -252,23 +323,41 @@ def _require_one_data_set(settings: list[Setting]) -> None:
         )
 
 
-def _distinct_names(settings: list[Setting], paths: list[Path]) -> list[Setting]:
+def _distinct_names(settings: list[Setting], compared: list[Path]) -> list[Setting]:
     """A model's name, with its folder where two settings have the same model."""
     names = [setting.name for setting in settings]
     if len(set(names)) == len(names):
         return settings
+    homes = [*_tails([path.resolve() for path in compared]), *["single runs"] * len(settings)]
     return [
-        replace(setting, name=f"{setting.name} ({_home(setting, paths)})") for setting in settings
+        replace(setting, name=f"{setting.name} ({home})")
+        for setting, home in zip(settings, homes, strict=False)
     ]
 
 
-def _home(setting: Setting, paths: list[Path]) -> str:
-    first = next(setting.runs).folder
-    return next((path.name for path in paths if path in first.parents), "single runs")
+def _tails(paths: list[Path]) -> list[str]:
+    """As many of the last parts of different paths as it takes to tell them apart.
+
+    Example:
+        >>> _tails([Path("/a/c"), Path("/b/c")])
+        ['a/c', 'b/c']
+    """
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths]
 
 
 def _surface(path: Path) -> Surface | None:
     return Surface.load(path) if path.exists() else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    found = _json(path)
+    flat = flatten(found) if isinstance(found, dict) else {}
+    if missing := [key for key in _NEEDED if key not in flat]:
+        raise ValueError(f"{path} is not a run's config, it lacks {', '.join(missing)}: remove it")
+    return dict(found)
 
 
 def _json(path: Path) -> Any:

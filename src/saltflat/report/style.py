@@ -66,8 +66,9 @@ class Style:
         }
 
 
-PAPER = Style(PALETTE, "#16191c", "#4a5258", "#dfe3e6", "#ffffff", 8.0, 2.75)
-"""Half of a text width of 5.5 inches."""
+TEXT_WIDTH = 5.5
+"""Of the paper, in inches."""
+PAPER = Style(PALETTE, "#16191c", "#4a5258", "#dfe3e6", "#ffffff", 8.0, TEXT_WIDTH / 2)
 
 _VARIABLES = {
     **{f"#0100{i:02x}": f"var(--c{i})" for i in range(len(PALETTE))},
@@ -80,6 +81,16 @@ PAGE = Style(
     tuple(_VARIABLES)[: len(PALETTE)], "#020001", "#020002", "#020003", "#020004", 11.5, 5.6
 )
 """Colours that stand for variables of page.css."""
+
+
+def wrapped(label: str) -> str:
+    """A method's label on two lines where it says more than the method.
+
+    Example:
+        >>> wrapped("saf (weight 0.5)")
+        'saf\\n(weight 0.5)'
+    """
+    return label.replace(" (", "\n(", 1)
 
 
 def with_variables(svg: str) -> str:

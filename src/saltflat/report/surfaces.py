@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 from saltflat.landscape import Surface
 from saltflat.landscape.plot import colors, draw_contours, draw_surface
 from saltflat.landscape.scale import Scale, common_scale
-from saltflat.report.records import Setting
-from saltflat.report.style import PAPER, Style
+from saltflat.report.alike import Landscape, alike
+from saltflat.report.records import Run, Setting
+from saltflat.report.style import PAPER, TEXT_WIDTH, Style, wrapped
 
-_TEXT_WIDTH = 5.5
-"""Of the paper, in inches."""
 _MOST_CELLS = 128
 """Of a surface's side on the page; a finer one is thinned."""
 _ABOVE = 4.0
@@ -40,14 +39,18 @@ class Surfaces:
         return [line for line in dict.fromkeys(found) if line]
 
 
+def planes(setting: Setting) -> tuple[list[Landscape], list[str]]:
+    """Those of a setting's runs that can be compared, and what is to be said of them."""
+
+    def plane(run: Run) -> Surface | None:
+        return None if run.landscape is None or run.landscape.y is None else run.landscape
+
+    return alike(setting, plane)
+
+
 def surfaces_of(setting: Setting) -> Surfaces | None:
-    """Those of a setting's runs, if there are any."""
-    found = [
-        (method.label, run.config["seed"], run.landscape)
-        for method in setting.methods
-        for run in method.runs
-        if run.landscape is not None and run.landscape.y is not None
-    ]
+    """Those of a setting's runs that can be compared, if there are any."""
+    found, _ = planes(setting)
     if not found:
         return None
     once = len({label for label, _, _ in found}) == len(found)
@@ -62,7 +65,7 @@ def surfaces_in_a_row(surfaces: Surfaces) -> Figure:
     """Up to four a row over the whole text width, as the paper has them."""
     with rc_context({**PAPER.settings("surfaces"), "font.size": 6.5}):
         rows, columns = _grid(len(surfaces.shown))
-        figure = Figure(figsize=(_TEXT_WIDTH, 1.6 * rows))
+        figure = Figure(figsize=(TEXT_WIDTH, 1.6 * rows))
         for place, (label, surface) in enumerate(surfaces.shown.items(), 1):
             axes: Any = figure.add_subplot(rows, columns, place, projection="3d")
             draw_surface(axes, surface, surfaces.scale)
@@ -77,7 +80,7 @@ def surfaces_in_a_row(surfaces: Surfaces) -> Figure:
                 axis.set_ticks([ends[0], ends[-1]])
                 axis.set_major_formatter("{x:.2g}")
                 axis.pane.set_visible(False)
-            axes.set_title(label, y=0.97, fontsize=8)
+            axes.set_title(wrapped(label), y=0.97, fontsize=8)
         figure.subplots_adjust(0.0, 0.07, 0.965, 0.93, wspace=0.1)
     return figure
 
@@ -86,14 +89,14 @@ def contours_in_a_row(surfaces: Surfaces) -> Figure:
     """Up to four a row over the whole text width."""
     with rc_context(PAPER.settings("contours")):
         rows, columns = _grid(len(surfaces.shown))
-        size = (_TEXT_WIDTH, 1.55 * rows)
+        size = (TEXT_WIDTH, 1.55 * rows)
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
         for axes in panels.flat[len(surfaces.shown) :]:
             axes.set_visible(False)
         for axes, (label, surface) in zip(panels.flat, surfaces.shown.items(), strict=False):
             _contours(axes, surface, surfaces.scale)
-            axes.set_title(label)
+            axes.set_title(wrapped(label))
     return figure
 
 

@@ -215,6 +215,7 @@ def objective(
         stack.enter_context(kept(model))
         stack.enter_context(torch.random.fork_rng(made.gpus))
         stack.enter_context(exact_float32())
+        stack.enter_context(torch.autocast(made.device.type, enabled=False))
         model.eval()
         if batchnorm == "batch":
             for layer in running_layers(model):

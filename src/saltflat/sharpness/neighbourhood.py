@@ -153,6 +153,7 @@ def m_sharpness(
             rises.append(after - before)
     if not rises:
         raise ValueError(f"m is {m}, and there are {of.images} rows: choose a smaller m")
+    of.images = m * len(rises)  # without those left out
     return Sharpness(value=fmean(rises), rho=rho, interval=mean_interval(rises), **of.facts())
 
 

@@ -14,7 +14,7 @@ class Measured:
 
     batchnorm: Policy
     images: int
-    """Rows of all the batches."""
+    """Rows that were measured."""
     forward: float
     """Forward passes over the images."""
     backward: float

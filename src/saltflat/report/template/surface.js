@@ -49,7 +49,8 @@ class Surface {
       pen.stroke();
     };
     pen.lineWidth = ratio * 0.8;
-    pen.font = `${Math.min(11 * ratio, size.width / 17)}px system-ui, sans-serif`;
+    const letters = Math.min(11 * ratio, size.width / 17);
+    pen.font = `${letters}px system-ui, sans-serif`;
     pen.strokeStyle = style.getPropertyValue("--line");
     pen.fillStyle = style.getPropertyValue("--muted");
     // Of the four edges of the box the two whose walls are behind, and the leftmost for the numbers.
@@ -62,14 +63,18 @@ class Surface {
     const ends = [[-bx, by], [bx, -by]];
     for (const end of ends) path([...end, 0], [...end, HEIGHT]);
     const side = ends.reduce((a, b) => (point(...a, 0)[0] < point(...b, 0)[0] ? a : b));
-    pen.textAlign = "right";
+    // Where there is no room beside the box, a label lies on it: better than cut off.
+    const write = (label, x, y, share) => {
+      const wide = pen.measureText(label).width;
+      pen.fillText(label, Math.max(0, Math.min(size.width - wide, x - share * wide)), Math.min(y, size.height - letters));
+    };
+    pen.textAlign = "left";
     pen.textBaseline = "middle";
     for (const at of [0, 0.5, 1]) {
       const [x, y] = point(...side, HEIGHT * at);
       const loss = this.scale.bottom + at * (top - this.scale.bottom);
-      pen.fillText(loss < top / 100 ? "0" : short(loss), x - 3 * ratio, y);
+      write(loss < top / 100 ? "0" : short(loss), x - 3 * ratio, y, 1);
     }
-    pen.textAlign = "center";
     pen.textBaseline = "top";
     const front = [-bx, -by];
     for (const [label, x, y] of [
@@ -77,7 +82,7 @@ class Surface {
       [`${short(this.y[0])} to ${short(this.y[1])}`, front[0], 0],
     ]) {
       const [px, py] = point(x * 1.12, y * 1.12, 0);
-      pen.fillText(label, px, py + 5 * ratio);
+      write(label, px, py + 5 * ratio, 0.5);
     }
   }
 
