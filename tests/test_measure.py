@@ -48,7 +48,8 @@ def test_rows_are_what_the_functions_give(run):
         model, cross_entropy, data, iterations=3, seed=2
     )
     assert (row.method, row.epochs, row.run) == ("ema", 2, run)
-    assert all(result.images == 40 for result in row.results.values())
+    measured = {name: result.images for name, result in row.results.items()}
+    assert measured == {**dict.fromkeys(measure.MEASURES, 40), "m": 32}
     assert all(row.results[name].rho == 0.02 for name in ("sam", "max", "m", "average"))
     header, line = measure.table([row])
     cells = dict(zip(header, line, strict=True))
