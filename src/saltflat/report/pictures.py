@@ -207,7 +207,7 @@ def _memory(setting: Setting, indices: Indices) -> Picture | None:
     peak = {
         label: setting.peak_bytes[label] / 2**20 for label in kept if label in setting.peak_bytes
     }
-    if not kept:
+    if not any(kept.values()):
         return None
 
     def draw(figure: FigureBase, style: Style) -> None:
