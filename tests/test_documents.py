@@ -142,7 +142,7 @@ def test_a_pages_commands_are_ones_that_saltflat_knows(page, tmp_path, monkeypat
     (tmp_path / "mine.yaml").write_text("epochs: 1\n")
     parser = _parser()
     for arguments in commands(page):
-        parser.parse_args(arguments)
+        assert parser.parse_args(arguments).command == arguments[0]
 
 
 def test_the_notebook_runs():
