@@ -73,7 +73,8 @@ def main() -> None:
     trainer.train()
     logits, labels, _ = trainer.predict(test_set)
     accuracy = (np.argmax(logits, 1) == labels).mean()
-    print(f"{args.method}: test accuracy {100 * accuracy:.1f} %")
+    chance = 100 / len(PACKAGES)
+    print(f"{args.method}: test accuracy {100 * accuracy:.1f} % (by chance {chance:.0f} %)")
 
 
 if __name__ == "__main__":
