@@ -4,7 +4,8 @@ A fifth of the training labels is wrong. `--resume` goes on after the last whole
 
     pip install '.[accelerate]' scikit-learn
     python examples/accelerate_digits.py
-    accelerate launch --cpu --num_processes 2 examples/accelerate_digits.py
+    python examples/accelerate_digits.py --resume    # after a Ctrl-C
+    torchrun --nproc-per-node 2 examples/accelerate_digits.py
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def main() -> None:
     parser.add_argument("--out", default="runs/accelerate_digits")
     args = parser.parse_args()
     set_seed(0)
-    accelerator = Accelerator()  # which starts torch.distributed, and so comes first
+    # First, since it starts torch.distributed; without a GPU it must be told to.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     train_set, x_test, y_test = load(0)
     saf = register(accelerator, SAF(num_samples=len(train_set), num_classes=10))
     net = network()
