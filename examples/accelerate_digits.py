@@ -1,10 +1,10 @@
 """SAF in an Accelerate loop that can be stopped and taken up, on scikit-learn's digits.
 
-A fifth of the training labels is wrong. `--resume` goes on after the last whole epoch.
+A fifth of the training labels is wrong. Every epoch is saved in a folder of its own.
 
     pip install '.[accelerate]' scikit-learn
     python examples/accelerate_digits.py
-    python examples/accelerate_digits.py --resume    # after a Ctrl-C
+    python examples/accelerate_digits.py --resume runs/accelerate_digits/9
     torchrun --nproc-per-node 2 examples/accelerate_digits.py
 """
 
@@ -26,7 +26,7 @@ from saltflat.integrations.accelerate import register
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", help="a saved epoch's folder, after which to go on")
     parser.add_argument("--out", default="runs/accelerate_digits")
     args = parser.parse_args()
     set_seed(0)
@@ -41,7 +41,7 @@ def main() -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(net, sgd, batches, schedule)
     first = 0
     if args.resume:
-        accelerator.load_state(args.out)
+        accelerator.load_state(args.resume)
         first = (saf.epoch or 0) + 1
     for epoch in range(first, args.epochs):
         model.train()
@@ -53,7 +53,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        accelerator.save_state(args.out)
+        accelerator.save_state(f"{args.out}/{epoch}")
         model.eval()
         with torch.no_grad():
             right = model(x_test.to(accelerator.device)).argmax(1).cpu() == y_test
