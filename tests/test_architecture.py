@@ -80,7 +80,7 @@ EXTRAS = {
     "cli.py": {"jsonargparse", "rich"},
     "checkpoint.py": {"safetensors"},
     "figures.py": {"matplotlib"},
-    "plot.py": {"matplotlib"},
+    "plot.py": {"matplotlib", "mpl_toolkits"},
     "pictures.py": {"matplotlib"},
     "paper.py": {"matplotlib"},
     "surfaces.py": {"matplotlib"},

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from saltflat.landscape.scale import Scale, common_scale
 from saltflat.landscape.surface import Surface
@@ -19,6 +18,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
+    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 except ImportError as error:
     raise ImportError("pictures need: pip install 'saltflat[report]'") from error
 
@@ -109,18 +109,25 @@ def draw_contours(axes: Axes, surface: Surface, scale: Scale) -> None:
 def draw_surface(axes: Any, surface: Surface, scale: Scale) -> None:
     """One grid in space, with a level rim where it is cut."""
     x, y, losses = _finer(surface)
-    near = sliding_window_view(np.pad(losses, 1, constant_values=np.inf), (3, 3)).min((2, 3))
-    cut = np.where(near <= scale.top, np.minimum(losses, scale.top), np.nan)
-    axes.plot_surface(
-        *np.meshgrid(x, y),
-        cut,
-        facecolors=colors()(scale.shade(cut)),
-        rcount=len(y),
-        ccount=len(x),
-        linewidth=0,
-        antialiased=False,
-        rasterized=True,  # ten thousand polygons would make the SVG too heavy to open
+    corners = np.dstack([*np.meshgrid(x, y), losses])
+    cells = np.stack(
+        [corners[:-1, :-1], corners[:-1, 1:], corners[1:, 1:], corners[1:, :-1]], axis=2
+    ).reshape(-1, 4, 3)
+    # plot_surface would keep parts of cells beside a hole, filled up with memory as it was found.
+    heights = cells[..., 2]
+    cells = cells[np.isfinite(heights).all(1) & (heights.min(1) <= scale.top)]
+    cells[..., 2] = np.minimum(cells[..., 2], scale.top)
+    axes.add_collection3d(
+        Poly3DCollection(
+            cells,
+            facecolors=colors()(scale.shade(cells[:, 0, 2])),
+            shade=True,
+            linewidth=0,
+            antialiased=False,
+            rasterized=True,  # ten thousand polygons would make the SVG too heavy to open
+        )
     )
+    axes.auto_scale_xyz(x[[0, -1]], y[[0, -1]], [scale.bottom, scale.top])
     axes.set_zlim(scale.bottom, scale.top)
     axes.view_init(elev=36, azim=-52)
 
