@@ -65,6 +65,12 @@ def test_the_last_good_value_is_taken(config, name, value):
     assert getattr(config(**{name: value}), name) == value
 
 
+@pytest.mark.parametrize("other", [{"name": "adamw"}, {"momentum": 0.0}])
+def test_nesterov_needs_a_momentum(other):
+    with pytest.raises(ValueError, match="nesterov is for sgd with a momentum"):
+        OptimizerConfig(nesterov=True, **other)
+
+
 def test_a_misspelt_word_gets_a_hint():
     with pytest.raises(ValueError, match=r"unknown name 'adam': did you mean 'adamw'\?"):
         OptimizerConfig(name="adam")

@@ -114,6 +114,16 @@ def test_initialisation_is_hes(name):
             assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=near)
 
 
+def test_initialisation_can_be_torchs_own():
+    torch.manual_seed(3)
+    expected = [nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.Conv2d(32, 64, 3, bias=False)]
+    torch.manual_seed(3)
+    model = build_model("small_cnn", num_classes=10, in_channels=1, initialization="torch")
+    for module, own in zip(expected, [model[0][0], model[1][0]], strict=True):
+        assert torch.equal(module.weight, own.weight)
+    assert (model[-1][-1].bias != 0).any()
+
+
 def test_a_seed_is_the_weights():
     torch.manual_seed(5)
     first = build_model("small_cnn", num_classes=10).state_dict()

@@ -104,6 +104,20 @@ def test_every_trained_parameter_is_there_once(decay_vectors):
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
+def test_nesterovs_step():
+    model = nn.Linear(1, 1, bias=False).double()
+    config = OptimizerConfig(lr=0.1, momentum=0.5, weight_decay=0.0, nesterov=True)
+    optimizer = build_optimizer(model, config)
+    weight, moved = model.weight.item(), []
+    for _ in range(2):
+        model.weight.grad = torch.ones(1, 1, dtype=torch.float64)
+        optimizer.step()
+        moved.append(weight - model.weight.item())
+        weight = model.weight.item()
+    # The buffer is 1, then 1.5; a step is lr (gradient + momentum * buffer).
+    assert moved == pytest.approx([0.1 * 1.5, 0.1 * 1.75], abs=1e-12)
+
+
 def test_a_model_without_vectors():
     model = nn.Linear(2, 2, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig(decay_vectors=False))

@@ -103,6 +103,8 @@ class OptimizerConfig:
     """The highest learning rate."""
     momentum: float = 0.9
     """Of SGD."""
+    nesterov: bool = False
+    """Whether SGD's step looks ahead along its momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Of AdamW."""
     weight_decay: float = 5e-4
@@ -119,6 +121,10 @@ class OptimizerConfig:
         _require_known(self)
         require(0 < self.lr < inf, f"lr must be positive, got {self.lr}")
         require(0 <= self.momentum < 1, f"momentum must be within [0, 1), got {self.momentum}")
+        require(
+            not self.nesterov or (self.name == "sgd" and self.momentum > 0),
+            f"nesterov is for sgd with a momentum, got {self.name} with {self.momentum}",
+        )
         require(
             all(0 <= beta < 1 for beta in self.betas),
             f"betas must be within [0, 1), got {self.betas}",
@@ -149,6 +155,9 @@ class Config:
     data: DataConfig = DataConfig()
     model: str = "small_cnn"
     """See `saltflat models`; any name of timm's too."""
+    initialization: Literal["he", "torch"] = "he"
+    """Of Saltflat's own models. he: convolutions as in He et al.; torch: every layer as PyTorch
+    makes it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     method: MethodConfig = field(default_factory=MethodConfig)
     epochs: int = 40

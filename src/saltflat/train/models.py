@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -204,7 +205,12 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
 
 
 def build_model(
-    name: str, *, num_classes: int, in_channels: int = 3, image_size: int = 32
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    image_size: int = 32,
+    initialization: Literal["he", "torch"] = "he",
 ) -> nn.Module:
     """A model with fresh weights, by name.
 
@@ -213,6 +219,8 @@ def build_model(
         num_classes: How many outputs.
         in_channels: Channels of the images.
         image_size: Their side in pixels; of use to timm's transformers only, the others take any.
+        initialization: Of one of `MODELS`. "he": convolutions from N(0, 2 / fan_out), a bias of
+            zero; "torch": every layer as PyTorch makes it. timm's have their own.
 
     Returns:
         The model, on torch's default device.
@@ -235,5 +243,6 @@ def build_model(
     if name not in _OWN:
         return _from_timm(name, num_classes, in_channels, image_size)
     net = _OWN[name][0](in_channels, num_classes)
-    _initialize(net)
+    if initialization == "he":
+        _initialize(net)
     return net

@@ -31,7 +31,9 @@ def build_optimizer(
     fused = True if recorded else None
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=fused)
-    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=fused)
+    return torch.optim.SGD(
+        groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
+    )
 
 
 def warmup_cosine(step: int, warmup: int, total: int) -> float:

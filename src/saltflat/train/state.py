@@ -158,6 +158,7 @@ def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
         num_classes=data.num_classes,
         in_channels=data.in_channels,
         image_size=data.image_size,
+        initialization=config.initialization,
     ).to(device)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
