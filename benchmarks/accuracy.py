@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ import yaml
 from record import RESULTS
 
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
+from saltflat.train.files import write_text
 from saltflat.train.folder import CONFIG, RESULT
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Run
+from saltflat.train.provenance import without_folders
 from saltflat.train.together import fit_together
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -96,7 +97,7 @@ def keep(args: argparse.Namespace) -> None:
         kept = args.out / run.parent.name / run.name
         kept.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, RESULT):
-            shutil.copyfile(run / name, kept / name)
+            write_text(kept / name, without_folders((run / name).read_text()))
         rows = [row for row in read_metrics(run) if (row["epoch"] + 1) % EVERY == 0]
         write_metrics(kept, [{k: _rounded(v) for k, v in row.items()} for row in rows])
         print(kept)
