@@ -5,7 +5,7 @@ All is timm's but the task, and for SAF the dataset around the dataset.
     pip install '.[timm]' scikit-learn
     python examples/timm_digits.py
     python examples/timm_digits.py --method mesa --model convnext_atto
-    python examples/timm_digits.py --resume runs/timm_digits/last.pth.tar
+    python examples/timm_digits.py --resume runs/timm_digits/last.pth.tar --epochs 12
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def main() -> None:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
-    random_seed(0)
+    random_seed(0)  # of the weights
     train_set, x_test, y_test = load(0)
     train: Any = Images(*train_set.tensors)
     test: Any = Images(x_test, y_test)
     if args.method == "saf":
-        train = indexed_targets(train, num_classes=10)
+        train = indexed_targets(train)
     how: dict[str, Any] = {"input_size": (3, 32, 32), "batch_size": 50, "num_workers": 0}
     how |= {"device": torch.device("cpu"), "persistent_workers": False}
     loader = create_loader(train, is_training=True, hflip=0.0, scale=(0.6, 1.0), **how)
@@ -64,6 +64,7 @@ def main() -> None:
     first = resume_task_checkpoint(task, args.resume, optimizer) if args.resume else 0
     saver = CheckpointSaver(model, optimizer, checkpoint_dir=get_outdir(args.out), task=task)
     for epoch in range(first or 0, args.epochs):
+        random_seed(epoch)  # of order and augmentation, so that a resumed run has the same
         task.train()
         task.set_epoch(epoch)
         for x, target in loader:

@@ -199,7 +199,7 @@ def timm(folder):
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
         def epochs(self, *epochs):
-            data = dataset() if self.method == "mesa" else indexed_targets(dataset(), CLASSES)
+            data = dataset() if self.method == "mesa" else indexed_targets(dataset())
             for epoch in epochs:
                 self.task.set_epoch(epoch)
                 chosen = sampler()

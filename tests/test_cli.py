@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 
 import pytest
@@ -46,6 +47,20 @@ def test_compare_prints_a_table_and_a_verdict(tmp_path, capsys):
     assert "saltflat train --data.train_size=128 --data.batch_size=32" in page
     mean = json.loads((tmp_path / "summary.json").read_text())["rows"][1]["accuracy"]["mean"]
     assert f'data-name="accuracy" data-title="accuracy, %" data-value="{mean}"' in page
+
+
+def test_without_the_train_extra_the_command_is_one_line():
+    script = """
+import runpy, sys
+sys.modules["jsonargparse"] = None
+runpy.run_module("saltflat", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "saltflat: the command line needs: pip install 'saltflat[train]', or '.[train]' in a "
+        "checkout\n"
+    )
 
 
 def test_compare_without_the_report_extra_says_how_to_get_it(tmp_path, capsys, monkeypatch):

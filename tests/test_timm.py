@@ -7,7 +7,7 @@ import torch
 from problems import same
 from timm.data import Mixup, create_loader
 from timm.loss import SoftTargetCrossEntropy
-from timm.task import resume_task_checkpoint
+from timm.task import ClassificationTask, resume_task_checkpoint
 from timm.utils import CheckpointSaver
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -52,7 +52,7 @@ def task_for(method, net, criterion=cross_entropy):
 
 def batches(indexed, epoch):
     """timm's own loader; the order is the epoch's."""
-    data = indexed_targets(Images(), CLASSES) if indexed else Images()
+    data = indexed_targets(Images()) if indexed else Images()
     torch.manual_seed(epoch)
     loader = create_loader(
         data,
@@ -109,7 +109,7 @@ def test_training_equals_the_plain_loop(method):
         indexed, plain = batches(True, epoch), batches(False, epoch)
         for (x, target), (same_x, label) in zip(indexed, plain, strict=True):
             assert torch.equal(x, same_x)
-            index = target // CLASSES - 1
+            index = target // 2**24 - 1
             assert torch.equal(torch.tensor(Images().labels)[index], label)
             logits = net(x)
             added = term(logits, index if method == "saf" else x)
@@ -153,13 +153,73 @@ def test_targets_without_an_index():
         task(*batches(False, 0)[0])
     with pytest.raises(ValueError, match=r"with mixup or CutMix, .* use MESA"):
         task(torch.rand(2, 3, SIDE, SIDE), torch.rand(2, CLASSES))
-    with pytest.raises(ValueError, match=r"label \d of sample .* is not below 2"):
-        [indexed_targets(Images(), 2)[i] for i in range(SAMPLES)]
+
+
+def test_timms_mixup_takes_no_indexed_targets():
+    """So that nothing mixed reaches SAF; the pages quote the message."""
+    x, target = batches(True, 0)[0]
+    with pytest.raises(RuntimeError, match=r"index .* is out of bounds"):
+        Mixup(mixup_alpha=0.8, num_classes=CLASSES)(x, target)
+
+
+def test_labels_beyond_the_classes():
+    task = TrajectoryTask(model(), cross_entropy, SAF(SAMPLES, 2), verbose=False)
+    task.set_epoch(0)
+    with pytest.raises(ValueError, match="label 3 is not below SAF's num_classes of 2"):
+        task(*batches(True, 0)[0])
+
+
+def test_plain_targets_in_evaluation():
+    task = task_for("saf", model())
+    task.set_epoch(0)
+    x, label = batches(False, 0)[0]
+    task.eval()
+    result = task(x, label)
+    assert torch.equal(result["task_loss"], cross_entropy(result["output"], label))
+    assert result["trajectory_loss"] == 0
 
 
 def test_numbers_as_numpy_has_them():
     data = [("image", np.int64(2))]
-    assert indexed_targets(data, 3)[0] == ("image", 5)
+    assert indexed_targets(data)[0] == ("image", 2**24 + 2)
+
+
+@pytest.mark.parametrize("sample", [("image", 2, "path"), ("image",), ("image", 1.7), ("x", -1)])
+def test_samples_that_are_no_image_and_label(sample):
+    with pytest.raises(ValueError, match="sample 0 must be an image and a label"):
+        indexed_targets([sample])[0]
+
+
+class TwoOutputs(nn.Module):
+    """As a model with an auxiliary classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x):
+        return self.net(x), self.net(x)
+
+
+@both
+def test_auxiliary_outputs_are_refused(method):
+    task = task_for(method, TwoOutputs())
+    task.set_epoch(0)
+    with pytest.raises(ValueError, match="the model must return logits, got a tuple"):
+        task(*batches(method == "saf", 0)[0])
+
+
+def test_a_checkpoint_without_the_term(tmp_path):
+    net = model()
+    plain = ClassificationTask(net, cross_entropy, verbose=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    saver = CheckpointSaver(net, optimizer, checkpoint_dir=str(tmp_path), task=plain)
+    saver.save_checkpoint(3, metric=0.5)
+    path = str(tmp_path / "last.pth.tar")
+    with pytest.warns(UserWarning, match="no state of SAF, which begins anew"):
+        assert resume_task_checkpoint(task_for("saf", model()), path, log_info=False) == 4
+    with pytest.raises(ValueError, match=r"no state of MESA, .* load the weights into"):
+        resume_task_checkpoint(task_for("mesa", model()), path, log_info=False)
 
 
 VIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

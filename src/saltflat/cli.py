@@ -14,7 +14,9 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ImportError as error:  # the library itself needs torch and numpy alone
-    raise ImportError("the command line needs: pip install 'saltflat[train]'") from error
+    raise ImportError(
+        "the command line needs: pip install 'saltflat[train]', or '.[train]' in a checkout"
+    ) from error
 
 EXAMPLES = {
     "train": "saltflat train --method.name saf --data.label_noise 0.2 --out runs/saf",

@@ -11,7 +11,6 @@ All of them pull the model's outputs to those of its moving average, and they di
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 
@@ -43,7 +42,7 @@ def mesa_dialect(name: str, epochs: int) -> dict[str, Any]:
             "weight": 1.0,
             "temperature": 1.0,
             "tau_squared": False,
-            "start_epoch": math.ceil(epochs / 4),
+            "start_epoch": epochs // 4,
         },
         "fastervit": {
             "weight": 50 * 0.25,

@@ -1,64 +1,25 @@
-"""SAF and MESA as a task of timm's training loop.
-
-timm's loaders, prefetchers and samplers hand on an image and one number, its target. So SAF's index
-travels inside that number, (index + 1) * num_classes + label, through all of them unchanged, and
-the task takes the two apart. A target that is a label alone would be of index -1, and is refused.
-"""
+"""SAF and MESA as a task of timm's training loop."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 try:
     from timm.task import ClassificationTask
+    from timm.utils import unwrap_model
 except ImportError as error:
     raise ImportError("timm 1.0.30 or newer is missing: pip install 'saltflat[timm]'") from error
 
-from saltflat.indexed import with_index
+from saltflat.integrations._timm_targets import indexed_targets, taken_apart
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
 
-
-def indexed_targets(dataset: Any, num_classes: int) -> Dataset[tuple[Any, int]]:
-    """A dataset of images and labels whose targets also hold the index, for a `TrajectoryTask`.
-
-    timm's `create_loader` gives its transform to the dataset: it is passed on to the one inside.
-
-    Example:
-        >>> indexed_targets([("cat", 3), ("dog", 5)], num_classes=10)[1]  # (1 + 1) * 10 + 5
-        ('dog', 25)
-    """
-    return _IndexedTargets(dataset, num_classes)
-
-
-class _IndexedTargets(Dataset[tuple[Any, int]]):
-    def __init__(self, dataset: Any, num_classes: int) -> None:
-        self.dataset = dataset
-        self.num_classes = num_classes
-        self._indexed = with_index(dataset)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, place: int) -> tuple[Any, int]:
-        index, image, label = self._indexed[place]
-        if not 0 <= label < self.num_classes:
-            raise ValueError(f"label {label} of sample {index} is not below {self.num_classes}")
-        return image, (index + 1) * self.num_classes + int(label)
-
-    @property
-    def transform(self) -> Any:
-        """The inner dataset's."""
-        return self.dataset.transform
-
-    @transform.setter
-    def transform(self, transform: Any) -> None:
-        self.dataset.transform = transform
+__all__ = ["TrajectoryTask", "indexed_targets"]
 
 
 class TrajectoryTask(ClassificationTask):
@@ -69,8 +30,8 @@ class TrajectoryTask(ClassificationTask):
     the result's "trajectory_loss", the criterion's in "task_loss".
 
     Args:
-        model: The model. If it returns several heads, as distilled ones can in training, their mean
-            counts, which is what it returns in evaluation.
+        model: The model, which returns logits. Of the two heads that one with distilled training
+            has, the mean counts, which is what it returns in evaluation.
         criterion: The loss of logits and labels; for MESA also of mixed targets.
         term: A SAF, whose loader is over `indexed_targets`, or a MESA.
         **kwargs: timm's: device, dtype, verbose.
@@ -93,30 +54,21 @@ class TrajectoryTask(ClassificationTask):
         self._gathered = {}
         about = input
         if isinstance(self.term, SAF):
-            about, target = self._taken_apart(target, self.term.memory.num_classes)
+            classes = self.term.memory.num_classes
+            about, target = taken_apart(target, classes, check=self.training and not self._checked)
+            self._checked |= self.training  # once, because it waits for the device
         output = self.trainable_module(input)
-        if isinstance(output, tuple | list):
+        if not isinstance(output, Tensor):
+            if not getattr(unwrap_model(self.trainable_module), "distilled_training", False):
+                raise ValueError(
+                    f"the model must return logits, got a {type(output).__name__}: build it "
+                    "without auxiliary outputs"
+                )
             output = torch.stack(list(output)).mean(0)
         task_loss = self.criterion(output, target)
         term = self.term(output, about)
         losses = {"task_loss": task_loss, "trajectory_loss": term}
         return {"loss": task_loss + term, "output": output, **losses}
-
-    def _taken_apart(self, target: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-        """Index and label."""
-        if target.is_floating_point() or target.dim() != 1:
-            raise ValueError(
-                f"SAF needs a number for each image, got {target.dtype} of shape "
-                f"{tuple(target.shape)}: with mixup or CutMix, whose images are no one's, use MESA"
-            )
-        if not self._checked:  # once, because it waits for the device
-            if bool((target < num_classes).any()):
-                raise ValueError(
-                    "the targets hold no index, and SAF must know its samples: make the loader "
-                    "from saltflat.integrations.timm.indexed_targets(dataset, num_classes)"
-                )
-            self._checked = True
-        return target // num_classes - 1, target % num_classes
 
     def update_ema(self, step: int | None = None) -> None:
         """Average the model into MESA's teacher, and into timm's own average if there is one."""
@@ -145,5 +97,14 @@ class TrajectoryTask(ClassificationTask):
         ema: bool = False,
     ) -> None:
         """Take up the term's state, from timm's resume_task_checkpoint."""
-        if state and not ema:
+        if ema:
+            return
+        if state:
             self.term.load_state_dict(state["trajectory"])
+        elif isinstance(self.term, MESA):
+            raise ValueError(
+                "the checkpoint has no state of MESA, whose teacher would stay the model as it was "
+                "built: load the weights into the model first, then build MESA and the task"
+            )
+        else:
+            warnings.warn("the checkpoint has no state of SAF, which begins anew", stacklevel=2)
