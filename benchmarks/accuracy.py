@@ -1,33 +1,40 @@
 """What the methods reach: recipes, each with one change or none, trained with several seeds.
 
-A run is a recipe's name and the options that differ from it; some are trained at once on a GPU.
+What there is to run is in studies.py. Some runs are trained at once on a GPU.
 
-    python benchmarks/accuracy.py train cifar100_resnet18_base cifar100_resnet18_saf --seeds 3
+    python benchmarks/accuracy.py train table --seeds 3
     python benchmarks/accuracy.py train "cifar100_resnet18_saf method.storage=uint8" --seeds 1
-    python benchmarks/accuracy.py train "cifar100_resnet18_base method=label_smoothing" --seeds 1
     python benchmarks/accuracy.py keep runs/accuracy
+    python benchmarks/accuracy.py unpack runs/kept
+    python benchmarks/accuracy.py tables
 
-`train` leaves ordinary runs, which `saltflat report` reads; `keep` copies their figures, every
-fifth epoch of them, to `results/accuracy`, which `saltflat report` reads as well.
+`train` leaves ordinary runs, which `saltflat report` reads. `keep` copies their figures, every
+fifth epoch of them, to `results/accuracy`; `unpack` makes runs of these again, for `saltflat
+report`; `tables` prints what is there, as docs/results.md has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import yaml
 from record import RESULTS
+from studies import STUDIES, Study
 
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
-from saltflat.train.files import write_text
+from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Run
+from saltflat.train.methods import METHODS
 from saltflat.train.provenance import without_folders
+from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -37,7 +44,7 @@ FAST: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": T
 """How runs are made on a GPU, unless an option says otherwise."""
 
 
-def config_of(line: str, seed: int, data: str | None) -> Config:
+def config_of(line: str, seed: int, data: str | None = None) -> Config:
     """A run: a recipe's name, and options as data.cutout=16, method=ema or method.weight=0.3."""
     recipe, *options = line.split()
     values: dict[str, Any] = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
@@ -83,46 +90,135 @@ def train(args: argparse.Namespace) -> None:
             flush=True,
         )
 
+    lines = [
+        line for name in args.runs for line in (STUDIES[name].lines if name in STUDIES else [name])
+    ]
+    # Seed by seed, so that whenever it is stopped there are pairs.
     runs = [
-        (config_of(line, seed, args.data), args.runs / folder_of(line) / f"seed{seed}")
-        for line in args.lines
+        (config_of(line, seed, args.data), args.out / folder_of(line) / f"seed{seed}")
         for seed in range(args.first, args.first + args.seeds)
+        for line in lines
     ]
     fit_together([run for run in runs if not (run[1] / RESULT).exists()], args.jobs, say)
 
 
 def keep(args: argparse.Namespace) -> None:
-    for result in sorted(args.runs.glob(f"*/*/{RESULT}")):
-        run = result.parent
-        kept = args.out / run.parent.name / run.name
-        kept.mkdir(parents=True, exist_ok=True)
-        for name in (CONFIG, RESULT):
-            write_text(kept / name, without_folders((run / name).read_text()))
-        rows = [row for row in read_metrics(run) if (row["epoch"] + 1) % EVERY == 0]
-        write_metrics(kept, [{k: _rounded(v) for k, v in row.items()} for row in rows])
-        print(kept)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for folder in sorted({result.parent.parent for result in args.runs.glob(f"*/*/{RESULT}")}):
+        file = args.out / f"{folder.name}.json"
+        known = read_json(file) if file.exists() else {}
+        for result in folder.glob(f"*/{RESULT}"):
+            rows = [row for row in read_metrics(result.parent) if (row["epoch"] + 1) % EVERY == 0]
+            known[result.parent.name] = {
+                "config": read_json(result.parent / CONFIG),
+                "result": read_json(result),
+                "metrics": [{k: _rounded(v) for k, v in row.items()} for row in rows],
+            }
+        lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in sorted(known))
+        write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
+        print(file)
+
+
+def unpack(args: argparse.Namespace) -> None:
+    for file in sorted(args.kept.glob("*.json")):
+        for seed, run in read_json(file).items():
+            folder = args.out / file.stem / seed
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / CONFIG, to_json(run["config"]))
+            write_text(folder / RESULT, to_json(run["result"]))
+            write_metrics(folder, run["metrics"])
 
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-if __name__ == "__main__":
+def tables(args: argparse.Namespace) -> None:
+    for study in STUDIES.values():
+        if text := table(study, args.kept):
+            print(f"{study.title}\n\n{text}\n")
+
+
+def table(study: Study, kept: Path = KEPT) -> str:
+    """A study as far as it was measured, in Markdown; empty where nothing was."""
+    rows = []
+    first = study.lines[0]
+    base = judged(first, kept)
+    for line in study.lines:
+        if not (found := results(line, kept)):
+            continue
+        accuracy = judged(line, kept)
+        common = sorted(accuracy.keys() & base.keys())
+        difference = paired([accuracy[s] for s in common], [base[s] for s in common])
+        teachers = [r["teacher_accuracy"] for r in found.values() if r["teacher_accuracy"]]
+        rows.append(
+            [
+                f"`{line}`",
+                " ".join(map(str, accuracy)),
+                _shown(interval(list(accuracy.values()))),
+                "" if line == first else _shown(difference),
+                f"{fmean(r['best_accuracy'] for r in found.values()):.2f}",
+                f"{fmean(teachers):.2f}" if teachers else "",
+                f"{fmean(r['sharpness'] for r in found.values()):.4f}",
+                paper_figure(line),
+            ]
+        )
+    head = ["run", "seeds", "last epoch", "difference", "best epoch", "teacher", "sharpness"]
+    return markdown([[*head, "paper"], *rows]) if rows else ""
+
+
+def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:
+    """What came of a run, by seed."""
+    file = kept / f"{folder_of(line)}.json"
+    runs = read_json(file) if file.exists() else {}
+    return {int(seed.removeprefix("seed")): run["result"] for seed, run in runs.items()}
+
+
+def judged(line: str, kept: Path = KEPT) -> dict[int, float]:
+    """Its accuracy after the last epoch; of the average, if the method is about that."""
+    teacher = METHODS[config_of(line, 0).method.name].judged_by_teacher
+    key = "teacher_accuracy" if teacher else "accuracy"
+    return {seed: result[key] for seed, result in results(line, kept).items()}
+
+
+def _shown(value: Interval) -> str:
+    return f"{value.mean:.2f}" if value.n == 1 else str(value)
+
+
+def paper_figure(line: str) -> str:
+    """The paper's accuracy of a recipe, where the run is the recipe as it stands."""
+    recipe, *options = line.split()
+    found = re.match(r"# paper: (\S+)", (RECIPES / f"{recipe}.yaml").read_text())
+    return found[1] if found and not options else ""
+
+
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("train")
     one.set_defaults(run=train)
-    one.add_argument("lines", nargs="+", help="A recipe's name, and what is to differ from it.")
+    one.add_argument("runs", nargs="+", help=f"A study ({', '.join(STUDIES)}) or a run.")
     one.add_argument("--seeds", type=int, default=3)
     one.add_argument("--first", type=int, default=0, help="The first seed.")
     one.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1)
     one.add_argument("--data", help="An .npz of the recipes' data, instead of a download.")
-    one.add_argument("--runs", type=Path, default=Path("runs/accuracy"))
+    one.add_argument("--out", type=Path, default=Path("runs/accuracy"))
     one = commands.add_parser("keep")
     one.set_defaults(run=keep)
     one.add_argument("runs", type=Path)
     one.add_argument("--out", type=Path, default=KEPT)
-    args = parser.parse_args()
+    one = commands.add_parser("unpack")
+    one.set_defaults(run=unpack)
+    one.add_argument("out", type=Path)
+    one.add_argument("--kept", type=Path, default=KEPT)
+    one = commands.add_parser("tables")
+    one.set_defaults(run=tables)
+    one.add_argument("--kept", type=Path, default=KEPT)
+    args = parser.parse_args(words)
     args.run(args)
+
+
+if __name__ == "__main__":
+    main()

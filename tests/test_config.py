@@ -16,6 +16,7 @@ BAD = {
         "cutmix": [-1.0, NAN],
         "label_noise": [-0.1, 1.0, NAN],
         "train_size": [0, -5],
+        "holdout": [-1],
         "image_size": [0, -224],
     },
     OptimizerConfig: {

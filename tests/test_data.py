@@ -49,6 +49,19 @@ def test_train_size_of_digits_is_the_start_of_one_fixed_order():
         load_data(DataConfig(train_size=1797))
 
 
+def test_a_holdout_is_of_the_training_samples_and_leaves_the_test_set_alone():
+    whole = load_data(DataConfig())
+    data = load_data(DataConfig(holdout=200, label_noise=0.5))
+    assert (len(data.train), len(data.test)) == (800, 200)
+    again = load_data(DataConfig(holdout=200))
+    assert torch.equal(data.test.images, again.test.images)
+    assert torch.equal(data.test.labels, again.test.labels)  # no noise there
+    assert sample_set(again.train) | sample_set(again.test) == sample_set(whole.train)
+    assert not sample_set(again.train) & sample_set(again.test)
+    with pytest.raises(ValueError, match="holdout 1000 leaves none of the 1000 samples to train"):
+        load_data(DataConfig(holdout=1000))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.999])
 def test_label_noise_is_an_exact_share_and_never_the_true_class(share):
     clean, noised = load_data(DataConfig()), load_data(DataConfig(label_noise=share))
@@ -304,6 +317,10 @@ def test_folder(tmp_path, held):
     few = load_data(DataConfig(root, train_size=6)).train
     assert len(few) == 6
     assert len(set(few.labels.tolist())) == 3  # not the first class only
+    held_out = load_data(DataConfig(root, holdout=5))
+    assert (len(held_out.train), len(held_out.test)) == (7, 5)
+    parts = sample_set(held_out.train), sample_set(held_out.test)
+    assert parts[0] | parts[1] == sample_set(data.train) and not parts[0] & parts[1]
 
 
 def test_files_are_loaded_and_augmented_by_workers(tmp_path):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from saltflat.landscape import Surface
 
-_DATA = ("name", "train_size", "image_size", "label_noise", "noise_seed")
+_DATA = ("name", "train_size", "holdout", "image_size", "label_noise", "noise_seed")
 """What makes two data sets different ones; the rest is what is done to them."""
 _NEEDED = ("model", "seed", "epochs", "method.name", "data.name", "data.label_noise")
 """Of a config, by a report."""
@@ -313,7 +313,7 @@ def _require_one_data_set(settings: list[Setting]) -> None:
     found: dict[str, list[Path]] = {}
     for setting in settings:
         for run in setting.runs:
-            key = ", ".join(f"{name} {run.config['data'].get(name)}" for name in _DATA)
+            key = ", ".join(f"{name} {run.config['data'].get(name) or 'none'}" for name in _DATA)
             found.setdefault(key, []).append(run.folder)
     if len(found) > 1:
         lists = "; ".join(f"{key}: {folders[0]}" for key, folders in found.items())

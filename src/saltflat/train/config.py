@@ -56,6 +56,9 @@ class DataConfig:
     """Train on the first so many samples only; digits: train on so many, test on the rest."""
     image_size: int | None = None
     """Side of the images in pixels, for folders and hf; 224 unless said."""
+    holdout: int = 0
+    """Test on so many of the training samples, which are then not trained on, instead of the test
+    set: for choosing settings without a look at it."""
     augment: Literal["none", "basic", "inception"] = "none"
     """basic: pad by an eighth, crop, flip; inception: a random part, resized, flip."""
     cutout: int = 0
@@ -77,6 +80,7 @@ class DataConfig:
         _require_known(self)
         require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
         require(self.workers >= 0, f"workers must be 0 or more, got {self.workers}")
+        require(self.holdout >= 0, f"holdout must be 0 or more, got {self.holdout}")
         require(self.cutout >= 0, f"cutout must be 0 or more, got {self.cutout}")
         require(
             0 <= self.label_noise < 1, f"label_noise must be within [0, 1), got {self.label_noise}"

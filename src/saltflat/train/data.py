@@ -68,6 +68,8 @@ def load_data(config: DataConfig) -> Data:
         f"{config.name}: the first {config.train_size} samples are of one class; the data are "
         "sorted, so take more or shuffle them",
     )
+    if config.holdout:
+        data = _held_out(data, config.holdout)
     labels = noisy(data.train.labels, data.num_classes, config.label_noise, config.noise_seed)
     return replace(data, train=Labelled(data.train.images, labels))
 
@@ -78,6 +80,32 @@ def noisy(labels: Tensor, num_classes: int, share: float, seed: int) -> Tensor:
     chosen = torch.from_numpy(rng.permutation(len(labels))[: round(share * len(labels))])
     step = torch.from_numpy(rng.integers(1, num_classes, len(chosen)))
     return labels.index_copy(0, chosen, (labels[chosen] + step) % num_classes)
+
+
+def _held_out(data: Data, count: int) -> Data:
+    """Some of the training samples, chosen at random once and for all, in place of the test set."""
+    total = len(data.train)
+    require(count < total, f"holdout {count} leaves none of the {total} samples to train on")
+    order = torch.from_numpy(np.random.default_rng(0).permutation(total))
+    parts = order[count:].sort().values, order[:count].sort().values
+    train, test = (Labelled(_some(data.train.images, p), data.train.labels[p]) for p in parts)
+    return replace(data, train=train, test=test)
+
+
+def _some(images: Any, numbers: Tensor) -> Any:
+    return images[numbers] if isinstance(images, Tensor) else _Some(images, numbers)
+
+
+class _Some:
+    """Some of the images that are made when they are asked for."""
+
+    def __init__(self, images: Any, numbers: Tensor) -> None:
+        self.images = images
+        self.numbers = numbers
+
+    def __getitem__(self, index: int) -> Tensor:
+        image: Tensor = self.images[int(self.numbers[index])]
+        return image
 
 
 def _source(name: str) -> Callable[[DataConfig], Data]:

@@ -1,0 +1,109 @@
+"""What is trained for docs/results.md: for each table a list of runs, to compare with the first.
+
+A run is a recipe's name and the options that differ from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table."""
+
+    title: str
+    lines: tuple[str, ...]
+    """Its runs; the first is the base."""
+
+
+def _changes(base: str, changes: list[str], *others: str) -> tuple[str, ...]:
+    """A run, the same with each of some changes, and other runs."""
+    return (base, *(f"{base} {change}" for change in changes), *others)
+
+
+RESNET = "cifar100_resnet18"
+_SHORT = f"{RESNET}_mesa epochs=50"
+_QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
+_DIGITS = [
+    *("method=saf", "method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
+    *(f"method=mesa method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
+    *(f"method=mesa method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
+    "method=mesa method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
+]
+STUDIES = {
+    "table": Study(
+        "CIFAR-100, ResNet-18, 200 epochs, the paper's settings",
+        tuple(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+    ),
+    "controls": Study(
+        "The controls: CIFAR-100, ResNet-18, 200 epochs",
+        _changes(
+            f"{RESNET}_base",
+            [
+                f"method={name}"
+                for name in ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
+            ],
+            f"{RESNET}_saf",
+        ),
+    ),
+    "cifar10": Study(
+        "CIFAR-10, ResNet-18, 200 epochs, the paper's settings",
+        tuple(f"cifar10_resnet18_{method}" for method in ("base", "sam", "saf", "mesa")),
+    ),
+    "wrn": Study(
+        "CIFAR-100, WRN-28-10, 200 epochs, the paper's settings",
+        ("cifar100_wrn28_10_base", "cifar100_wrn28_10_saf"),
+    ),
+    "gap": Study(
+        "SGD with one change: CIFAR-100, ResNet-18, 200 epochs",
+        _changes(
+            f"{RESNET}_base",
+            [
+                *("data.cutout=16", "optimizer.nesterov=true", "optimizer.decay_vectors=false"),
+                *("initialization=torch", "label_smoothing=0.1", "precision=float32"),
+            ],
+        ),
+    ),
+    "stores": Study(
+        "SAF's storage: CIFAR-100, ResNet-18, 200 epochs",
+        _changes(f"{RESNET}_saf", ["method.storage=float32", "method.storage=uint8"]),
+    ),
+    "mesa": Study(
+        "MESA's settings: CIFAR-100, ResNet-18, 50 epochs",
+        (
+            f"{RESNET}_base epochs=50",
+            f"{RESNET}_saf epochs=50",
+            f"{RESNET}_saf epochs=50 method.temperature=1.0 method.weight=1.0",
+            *_changes(
+                _SHORT,
+                [
+                    "method.weight=0.3",
+                    "method.start_epoch=25",
+                    "method.decay=0.9998",
+                    "method.decay=0.9998 method.start_epoch=25",
+                    "method.decay=0.9998 method.start_epoch=12 method.weight=2.0",
+                    "method.temperature=2.0 method.start_epoch=12",
+                    "method.temperature=1.0 method.weight=1.0",
+                    _QUARTER,
+                    f"{_QUARTER} method.decay=0.9998",
+                    f"{_QUARTER} method.warmup=false",
+                    "method.temperature=1.0 method.weight=3.0 method.start_epoch=12",
+                    "method.temperature=1.0 method.weight=2.0 method.start_epoch=25",
+                ],
+            ),
+        ),
+    ),
+    "digits": Study(
+        "MESA's settings: 1,000 clean digits, 40 epochs",
+        _changes(
+            "digits_noisy data.label_noise=0.0 method=base",
+            [],
+            *(f"digits_noisy data.label_noise=0.0 {method}" for method in _DIGITS),
+        ),
+    ),
+    "digits_noisy": Study(
+        "MESA's settings: 1,000 digits, a fifth of the labels wrong, 40 epochs",
+        _changes("digits_noisy method=base", [], *(f"digits_noisy {method}" for method in _DIGITS)),
+    ),
+}

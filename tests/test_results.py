@@ -1,0 +1,83 @@
+"""docs/results.md says what benchmarks/results/accuracy holds, and that is of the named recipes."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from saltflat.train.config import Config, DataConfig, MethodConfig
+from saltflat.train.files import to_json
+from saltflat.train.folder import read_config
+from saltflat.train.log import read_metrics
+from saltflat.train.loop import fit
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import accuracy  # noqa: E402
+from studies import STUDIES  # noqa: E402
+
+LINES = {line for study in STUDIES.values() for line in study.lines}
+KEPT = {path.stem: json.loads(path.read_text()) for path in accuracy.KEPT.glob("*.json")}
+
+
+def test_the_page_has_every_table_as_the_results_make_it():
+    page = (ROOT / "docs" / "results.md").read_text()
+    expected = [accuracy.table(study) for study in STUDIES.values()]
+    found = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
+    assert [text.strip() for text in found] == [text for text in expected if text]
+
+
+def test_everything_that_was_kept_is_of_a_study():
+    assert KEPT.keys() <= {accuracy.folder_of(line) for line in LINES}
+
+
+@pytest.mark.parametrize("line", sorted(line for line in LINES if accuracy.folder_of(line) in KEPT))
+def test_a_kept_run_is_the_recipe_with_its_changes(line):
+    """But for where it was made: precision and layout on a GPU, the name of the data's file."""
+    free = {"precision", "channels_last", "compile", "device"}
+    named = {option.split("=")[0] for option in line.split()[1:]}
+    for seed, run in KEPT[accuracy.folder_of(line)].items():
+        meant = accuracy.config_of(line, int(seed.removeprefix("seed")))
+        ours = json.loads(to_json(dataclasses.asdict(meant)))
+        theirs = {**ours, **run["config"], "data": {**ours["data"], **run["config"]["data"]}}
+        theirs["data"]["name"] = theirs["data"]["name"].removesuffix(".npz")
+        for name in free - named:
+            theirs[name] = ours[name]
+        assert theirs == ours
+        assert run["metrics"][-1]["epoch"] == meant.epochs - 1
+        assert run["metrics"][-1]["accuracy"] == pytest.approx(run["result"]["accuracy"])
+
+
+def test_options_of_a_run():
+    line = "cifar100_resnet18_saf data.cutout=16 epochs=7 method.storage=uint8"
+    config = accuracy.config_of(line, 3, "mine.npz")
+    assert config.data == DataConfig("mine.npz", augment="basic", batch_size=128, cutout=16)
+    assert config.method == MethodConfig("saf", {"storage": "uint8"})
+    assert (config.seed, config.epochs, config.checkpoint_every) == (3, 7, 7)
+    other = accuracy.config_of("cifar100_resnet18_saf method=ema method.decay=0.9", 0)
+    assert other.method == MethodConfig("ema", {"decay": 0.9})
+
+
+def test_runs_are_kept_and_unpacked(tmp_path, capsys):
+    small = Config(DataConfig(train_size=64, batch_size=32), epochs=5)
+    for seed in (0, 1):
+        config = dataclasses.replace(small, seed=seed)
+        fit(config, tmp_path / "runs" / "digits_noisy-method_base" / f"seed{seed}")
+    kept = tmp_path / "kept"
+    for command in (["keep", tmp_path / "runs", "--out", kept], ["unpack", tmp_path / "back"]):
+        words = [str(word) for word in command] + ["--kept", str(kept)] * (command[0] == "unpack")
+        accuracy.main(words)
+    back = tmp_path / "back" / "digits_noisy-method_base" / "seed1"
+    assert read_config(back) == dataclasses.replace(small, seed=1)
+    assert [row["epoch"] for row in read_metrics(back)] == [4]
+    runs = accuracy.judged("digits_noisy method=base", kept)
+    assert list(runs) == [0, 1]
+    assert str(tmp_path) not in (kept / "digits_noisy-method_base.json").read_text()
+    capsys.readouterr()
+    accuracy.main(["tables", "--kept", str(kept)])
+    said = capsys.readouterr().out
+    assert f"| `digits_noisy method=base` | 0 1 | {sum(runs.values()) / 2:.2f} [" in said
