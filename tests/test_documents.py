@@ -227,7 +227,7 @@ def test_mesas_dialects_are_the_tables_and_its_code_runs():
     assert run("docs/methods/mesa")["mesa"].start_epoch == 75
     card = PAGES["docs/methods/mesa"]
     rows = [line.split(" | ") for line in card.splitlines() if line.endswith('"` |')]
-    starts = {"5": 5, "E / 4, rounded up": 3, "E // 4 + 1": 3}
+    starts = {"5": 5, "E // 4": 2, "E // 4 + 1": 3}
     for _, _, weight, temperature, squared, start, decay, name in rows:
         dialect = mesa_dialect(name.strip('`"| '), epochs=10)
         assert dialect["weight"] == float(weight)
