@@ -72,9 +72,13 @@ class TermCallback(Callback):
         else:
             self.term.load_state_dict(state_dict)
 
-    def _training_step(self, module: LightningModule, term: Any, step: Any, *args: Any) -> Any:
+    def _training_step(
+        self, module: LightningModule, term: Any, step: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not module.trainer.training:  # but in a validation_step that calls training_step
+            return step(*args, **kwargs)
         with calls_of(module.get_submodule(self.network)) as calls:
-            output = step(*args)
+            output = step(*args, **kwargs)
         if output is None:  # the module leaves this batch out
             return None
         if len(calls) != 1:
