@@ -6,6 +6,8 @@ from lightning_fits import Module, callback, fit, loader
 from problems import dataset
 from torch.nn.functional import cross_entropy
 
+from saltflat.integrations.lightning import SharpnessCallback
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
@@ -30,3 +32,14 @@ def test_validation_by_the_training_step_has_the_loss_alone(method):
     with torch.no_grad():
         expected = cross_entropy(module.eval()(x), y)
     torch.testing.assert_close(trainer.callback_metrics["validation_loss"], expected)
+
+
+@pytest.mark.parametrize("added", [callback("saf"), callback("mesa"), SharpnessCallback()])
+def test_a_step_that_fetches_its_own_batches_is_refused(added):
+    class Fetches(Module):
+        def training_step(self, dataloader_iter):
+            (x, y), _, _ = next(dataloader_iter)
+            return cross_entropy(self(x), y)
+
+    with pytest.raises(ValueError, match=r"Callback needs .*write training_step\(self, batch"):
+        fit(Fetches(), [added], loader(indexed=False))

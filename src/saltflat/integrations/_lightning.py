@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from saltflat.integrations._hooks import Call, calls_of, stand_before
+from saltflat.integrations._lightning_step import check_step
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
 
@@ -37,11 +38,7 @@ class TermCallback(Callback):
         self._undo: list[Callable[[], None]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not pl_module.automatic_optimization:
-            raise ValueError(
-                f"{type(self).__name__} adds to the loss that training_step returns, which manual "
-                "optimization does not use: there, call saltflat.SAF or saltflat.MESA yourself"
-            )
+        check_step(self, pl_module, by_hand="saltflat.SAF or saltflat.MESA")
         if sum(isinstance(other, TermCallback) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("a fit takes one SAFCallback or MESACallback, not several")
         if self.term is None:
