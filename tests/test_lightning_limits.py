@@ -1,5 +1,8 @@
 """What else happens in a Lightning fit: validation, tuning, resuming, and what is refused."""
 
+import re
+import warnings
+
 import pytest
 import torch
 from lightning_fits import Module, callback, fit, loader
@@ -43,3 +46,52 @@ def test_a_step_that_fetches_its_own_batches_is_refused(added):
 
     with pytest.raises(ValueError, match=r"Callback needs .*write training_step\(self, batch"):
         fit(Fetches(), [added], loader(indexed=False))
+
+
+@both
+def test_a_term_that_never_starts_is_worth_a_warning(method):
+    with pytest.warns(UserWarning, match="start_epoch=1, but the fit ends after max_epochs=1"):
+        fit(Module(), [callback(method)], loader(method == "saf"), epochs=1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(Module(), [callback(method)], loader(method == "saf"), epochs=2)
+        fit(Module(), [callback(method)], loader(method == "saf"), epochs=-1, max_steps=2)
+    assert not [each for each in warned if "start_epoch" in str(each.message)]
+
+
+@both
+def test_a_checkpoint_without_the_term_is_worth_a_warning(method, tmp_path):
+    fit(Module(), [], loader(indexed=False), epochs=2).save_checkpoint(tmp_path / "plain")
+    added = callback(method)
+    with pytest.warns(UserWarning, match=f"no state of {type(added).__name__}"):
+        trainer = fit(Module(), [added], loader(method == "saf"), ckpt_path=tmp_path / "plain")
+    assert added.term.epoch == 3
+    trainer.save_checkpoint(tmp_path / "with")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        batches = loader(method == "saf")
+        fit(Module(), [callback(method)], batches, epochs=5, ckpt_path=tmp_path / "with")
+    assert not [each for each in warned if "no state" in str(each.message)]
+
+
+@both
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        (lambda logits, y: {"scores": logits}, "a dict"),
+        (lambda logits, y: (logits, y), "a tuple"),
+        (cross_entropy, "a Tensor of shape ()"),
+    ],
+)
+def test_a_network_whose_output_is_not_logits(method, outputs, found):
+    class Other(Module):
+        def forward(self, x, y):
+            return outputs(self.net(x), y)
+
+        def training_step(self, batch, batch_idx):
+            self(*batch)
+            return next(self.parameters()).sum()
+
+    message = rf"self\(...\) returned {re.escape(found)}.*network='model'"
+    with pytest.raises(ValueError, match=message):
+        fit(Other(), [callback(method)], loader(method == "saf"))

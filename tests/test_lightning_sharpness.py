@@ -40,15 +40,8 @@ class Counted(Module):
         return loss
 
     def on_train_epoch_end(self):
-        counted = {
-            "mean": self.mean_loss.compute(),
-            "every": self.every["loss"].compute(),
-            "updates": self.mean_loss.update_count,
-            **self.several.compute(),
-        }
-        self.epochs.append(
-            {name: torch.as_tensor(value).detach() for name, value in counted.items()}
-        )
+        mean, every = self.mean_loss.compute().detach(), self.every["loss"].compute().detach()
+        self.epochs.append((mean, every, self.mean_loss.update_count, self.several.compute()))
         self.mean_loss.reset()
         self.every["loss"].reset()
         self.several.reset()
