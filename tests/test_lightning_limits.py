@@ -3,13 +3,15 @@
 import re
 import warnings
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 from lightning_fits import Module, callback, fit, loader
-from problems import dataset
+from problems import dataset, same
 from torch.nn.functional import cross_entropy
 
-from saltflat.integrations.lightning import SharpnessCallback
+from saltflat.integrations.lightning import SharpnessCallback, indexed_datamodule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
@@ -95,3 +97,65 @@ def test_a_network_whose_output_is_not_logits(method, outputs, found):
     message = rf"self\(...\) returned {re.escape(found)}.*network='model'"
     with pytest.raises(ValueError, match=message):
         fit(Other(), [callback(method)], loader(method == "saf"))
+
+
+class Data(pl.LightningDataModule):
+    """Counts on nothing but its own loader."""
+
+    def train_dataloader(self):
+        return loader(indexed=False)
+
+
+class Tuned(Module):
+    """Whose learning rate a tuner may set."""
+
+    lr = 0.1
+
+
+@both
+def test_a_datamodule_may_be_indexed_twice_and_used_with_either_term(method):
+    expected = Module()
+    fit(expected, [callback(method)], loader(method == "saf"))
+    module, data = Module(), indexed_datamodule(indexed_datamodule(Data()))
+    fit(module, [callback(method)], datamodule=data)
+    assert same(module.losses, expected.losses)
+    fit(module, [], datamodule=data)  # to whose step an index would be a third thing
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*weights_only")
+def test_the_learning_rate_may_be_tuned(method, tmp_path):
+    def trainer():
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        paths = {"default_root_dir": tmp_path, "enable_checkpointing": False}
+        added = [callback(method)]
+        return pl.Trainer(accelerator="cpu", max_epochs=4, callbacks=added, **quiet, **paths)
+
+    def losses(module):
+        return module.losses[-12:]  # of the fit, after those of the search
+
+    expected, plain, whole = Tuned(), Tuned(), Tuned()
+    trainer().fit(expected, loader(method == "saf"))
+    by_loader, by_datamodule = trainer(), trainer()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        search = {"num_training": 5, "update_attr": False}
+        Tuner(by_loader).lr_find(plain, loader(indexed=False), **search)
+        Tuner(by_datamodule).lr_find(whole, datamodule=indexed_datamodule(Data()), **search)
+    assert not [each for each in warned if "no state" in str(each.message)]
+    by_loader.fit(plain, loader(method == "saf"))
+    by_datamodule.fit(whole, datamodule=indexed_datamodule(Data()))
+    assert same(losses(plain), losses(expected))
+    assert same(losses(whole), losses(expected))
+
+
+@pytest.mark.parametrize("several", [list, lambda two: dict(enumerate(two))])
+def test_several_loaders_have_no_one_index(several):
+    class Two(Data):
+        def train_dataloader(self):
+            return several([loader(indexed=False), loader(indexed=False)])
+
+    with pytest.raises(ValueError, match=r"one training loader, got a (list|dict).*ConcatDataset"):
+        fit(Module(), [callback("saf")], several([loader(), loader()]))
+    with pytest.raises(TypeError, match=r"takes a DataLoader, got a (list|dict)"):
+        fit(Module(), [callback("saf")], datamodule=indexed_datamodule(Two()))

@@ -70,10 +70,10 @@ class TermCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # A tuner's own checkpoint, which is of before the fit, has no path here.
-        if trainer.training and trainer.ckpt_path and self.state_key not in checkpoint["callbacks"]:
+        missing = self.state_key not in checkpoint["callbacks"]
+        if missing and trainer.training and checkpoint["global_step"]:  # a tuner saves step 0
             rank_zero_warn(
-                f"{trainer.ckpt_path} holds no state of {type(self).__name__}: its past outputs, "
+                f"the checkpoint holds no state of {type(self).__name__}: its past outputs, "
                 "or its teacher, begin with this fit"
             )
 
