@@ -21,8 +21,9 @@ class SharpnessCallback(Callback):
     """Logs "sharpness": how the loss of each epoch's last training batch rises within rho.
 
     It is the loss of `training_step`, in evaluation mode and without a trajectory term, and costs
-    three passes an epoch. What the step logs meanwhile is not logged, and the module's metrics of
-    torchmetrics do not count it. A batch for which the step returns None is left out.
+    three passes an epoch; with several processes, it is the mean over theirs. What the step logs
+    meanwhile is not logged, and the module's metrics of torchmetrics do not count it. A batch for
+    which the step returns None is left out.
 
     Args:
         rho: As for `saltflat.sharpness.sam_sharpness`.
@@ -47,7 +48,7 @@ class SharpnessCallback(Callback):
                 rise = sam_sharpness(step, lambda loss, _: loss, [(batch, batch)], rho=self.rho)
         finally:
             let_log()
-        pl_module.log("sharpness", rise)
+        pl_module.log("sharpness", rise, sync_dist=True)
 
 
 @contextmanager
