@@ -9,6 +9,7 @@ ranks are compared alone.)
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import sys
@@ -92,7 +93,8 @@ def compare(method, straight, resumed, terms):
 def lightning(folder):
     import lightning.pytorch as pl
 
-    from saltflat.integrations.lightning import MESACallback, SAFCallback
+    from saltflat.integrations.lightning import MESACallback, SAFCallback, SharpnessCallback
+    from saltflat.sharpness import sam_sharpness
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -106,8 +108,13 @@ def lightning(folder):
         def configure_optimizers(self):
             return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
+    class Sharpness(SharpnessCallback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self.own = sam_sharpness(pl_module.net, cross_entropy, [batch], rho=self.rho)
+
     def fit(method, epochs, ckpt_path=None, saver=None):
-        module = Module()
+        module, sharpness = Module(), Sharpness()
         if method == "saf":
             callback = SAFCallback(SAMPLES, CLASSES, network="net", **SAF_SETTINGS)
         else:
@@ -119,12 +126,15 @@ def lightning(folder):
             devices=2,
             strategy="ddp",
             max_epochs=epochs,
-            callbacks=[callback, *([saver] if saver else [])],
+            callbacks=[callback, sharpness, *([saver] if saver else [])],
             enable_checkpointing=saver is not None,
             **dict.fromkeys(off, False),
         )
         batches = DataLoader(data, BATCH, sampler=sampler(int(os.environ["RANK"])))
         trainer.fit(module, batches, ckpt_path=ckpt_path)
+        one, other = gathered(sharpness.own)
+        logged = float(trainer.callback_metrics["sharpness"])
+        assert one != other and math.isclose(logged, (one + other) / 2, rel_tol=1e-4)
         return module.net, callback.term
 
     for method in ("saf", "mesa"):

@@ -108,6 +108,25 @@ def test_a_loader_that_makes_no_batches():
         indexed_loader(DataLoader(Squares(), batch_size=None))
 
 
+def test_a_loader_that_cannot_be_made_again():
+    class Ours(DataLoader):
+        def __init__(self, size):
+            super().__init__(Squares(), size)
+
+    with pytest.raises(TypeError, match=r"Ours does not take.*build it over with_index\(dataset\)"):
+        indexed_loader(Ours(4))
+    with pytest.raises(TypeError, match="takes a DataLoader, got a dict"):
+        indexed_loader({"one": DataLoader(Squares(), 4)})
+
+
+@pytest.mark.parametrize("data", [with_index(Squares()), with_index_column([{"x": 1}])])
+def test_a_loader_whose_batches_carry_an_index_stays(data):
+    loader = DataLoader(data, 4)
+    assert indexed_loader(loader) is loader
+    twice = indexed_loader(DataLoader(Squares(), 4))
+    assert indexed_loader(twice) is twice
+
+
 @pytest.mark.parametrize("rest", [["x", "y"], [{"x": 1}], [["x", "y"]]])
 def test_what_was_added_to_a_batch_is_taken_off(rest):
     index = torch.tensor([3, 1])

@@ -3,52 +3,19 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from problems import CLASSES, SAMPLES, dataset, network, same
+from lightning_fits import MESA_SETTINGS, SAF_SETTINGS, Module, callback, fit, loader, sgd
+from problems import CLASSES, SAMPLES, network, same
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from saltflat import MESA, SAF, sam, with_index
-from saltflat.integrations.lightning import (
-    MESACallback,
-    SAFCallback,
-    SharpnessCallback,
-    indexed_datamodule,
-)
+from saltflat import MESA, SAF, sam
+from saltflat.integrations.lightning import SharpnessCallback, indexed_datamodule
 from saltflat.sharpness import sam_sharpness
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
 ]
-SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
-MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
-
-
-class Module(pl.LightningModule):
-    """As anyone writes it; it knows nothing of SAF."""
-
-    def __init__(self, optimizer=None):
-        super().__init__()
-        self.net = network()
-        self.make_optimizer = optimizer or (lambda module: sgd(module.net))
-        self.losses, self.metrics = [], []
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = cross_entropy(self(x), y)
-        self.log("cross_entropy", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"])
-        self.metrics.append(float(self.trainer.callback_metrics.get("trajectory_loss", -1)))
-        assert len(batch) == 2
-
-    def configure_optimizers(self):
-        return self.make_optimizer(self)
 
 
 class Inner(Module):
@@ -58,27 +25,6 @@ class Inner(Module):
         x, y = batch
         logits = self.net(x)
         return {"loss": cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float()}
-
-
-def sgd(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-def loader(indexed=True, data=None, cls=DataLoader, batch_size=8, **kwargs):
-    data = dataset() if data is None else data
-    order = DistributedSampler(data, 1, 0, seed=5)  # which depends on the epoch alone
-    return cls(with_index(data) if indexed else data, batch_size, sampler=order, **kwargs)
-
-
-def fit(module, callbacks, batches=None, *, epochs=4, ckpt_path=None, datamodule=None, **kwargs):
-    quiet = {
-        **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
-        "enable_checkpointing": any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
-    }
-    settings = {"accelerator": "cpu", "max_epochs": epochs, "callbacks": callbacks, **quiet}
-    trainer = pl.Trainer(**settings, **kwargs)
-    trainer.fit(module, batches, datamodule=datamodule, ckpt_path=ckpt_path)
-    return trainer
 
 
 def plain(method, *, epochs=4, accumulate=1, batch_size=8, optimizer=sgd):
@@ -107,12 +53,6 @@ def plain(method, *, epochs=4, accumulate=1, batch_size=8, optimizer=sgd):
                 if method == "mesa":
                     term.update(net)
     return net, term, losses
-
-
-def callback(method, **kwargs):
-    if method == "saf":
-        return SAFCallback(SAMPLES, CLASSES, **SAF_SETTINGS, **kwargs)
-    return MESACallback(**MESA_SETTINGS, **kwargs)
 
 
 both = pytest.mark.parametrize("method", ["saf", "mesa"])

@@ -56,19 +56,28 @@ def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader that yields (index, batch) for each batch of another, which is made elsewhere.
 
     The batch is what the loader's own collate function makes of the samples alone. Order, workers
-    and all other settings of a DataLoader stay.
+    and all other settings of a DataLoader stay. A loader whose samples carry their index already
+    is given back as it is.
 
     Args:
         loader: A DataLoader over a map-style dataset.
 
     Raises:
-        TypeError: If the dataset is iterable-style.
+        TypeError: If the dataset is iterable-style; or if it is not a DataLoader, or one of a class
+            of its own that cannot be built with a DataLoader's arguments.
         ValueError: If the loader does not make batches.
 
     Example:
         >>> list(indexed_loader(DataLoader(["cat", "dog", "cow"], batch_size=2)))
         [(tensor([0, 1]), ['cat', 'dog']), (tensor([2]), ['cow'])]
     """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"indexed_loader takes a DataLoader, got a {type(loader).__name__}: an index is a "
+            "place in one dataset, so load several as one, ConcatDataset([...])"
+        )
+    if isinstance(loader.dataset, _Numbered):
+        return loader
     numbered = _Numbered(loader.dataset)
     batches = loader.batch_sampler
     if batches is None:
@@ -78,7 +87,13 @@ def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
         order = {name: getattr(loader, name) for name in ("batch_size", "sampler", "drop_last")}
     others = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
     collate = _Collate(loader.collate_fn)
-    return type(loader)(numbered, collate_fn=collate, **order, **others)
+    try:
+        return type(loader)(numbered, collate_fn=collate, **order, **others)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(loader).__name__} does not take a DataLoader's arguments, so it cannot be made "
+            "again with an index: build it over with_index(dataset) instead"
+        ) from error
 
 
 def split_index(batch: Any) -> tuple[Tensor, Any]:

@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from saltflat.integrations._hooks import Call, calls_of, stand_before
+from saltflat.integrations._lightning_step import check_step
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
 
@@ -37,11 +39,7 @@ class TermCallback(Callback):
         self._undo: list[Callable[[], None]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not pl_module.automatic_optimization:
-            raise ValueError(
-                f"{type(self).__name__} adds to the loss that training_step returns, which manual "
-                "optimization does not use: there, call saltflat.SAF or saltflat.MESA yourself"
-            )
+        check_step(self, pl_module, by_hand="saltflat.SAF or saltflat.MESA")
         if sum(isinstance(other, TermCallback) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("a fit takes one SAFCallback or MESACallback, not several")
         if self.term is None:
@@ -49,6 +47,12 @@ class TermCallback(Callback):
         if self._loaded:
             self.term.load_state_dict(self._loaded)
             self._loaded = {}
+        epochs, start = trainer.max_epochs, self.term.start_epoch
+        if epochs is not None and 0 <= epochs <= start:  # -1: without end
+            rank_zero_warn(
+                f"{type(self).__name__} will add nothing: it has start_epoch={start}, but the fit "
+                f"ends after max_epochs={epochs}"
+            )
         step = partial(self._training_step, pl_module, self.term)
         self._undo = [stand_before(pl_module, "training_step", step)]
 
@@ -63,6 +67,16 @@ class TermCallback(Callback):
         assert self.term is not None
         self.term.set_epoch(trainer.current_epoch)
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        missing = self.state_key not in checkpoint["callbacks"]
+        if missing and trainer.training and checkpoint["global_step"]:  # a tuner saves step 0
+            rank_zero_warn(
+                f"the checkpoint holds no state of {type(self).__name__}: its past outputs, "
+                "or its teacher, begin with this fit"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         return self._loaded if self.term is None else self.term.whole_state_dict()
 
@@ -72,22 +86,38 @@ class TermCallback(Callback):
         else:
             self.term.load_state_dict(state_dict)
 
-    def _training_step(self, module: LightningModule, term: Any, step: Any, *args: Any) -> Any:
+    def _training_step(
+        self, module: LightningModule, term: Any, step: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not module.trainer.training:  # but in a validation_step that calls training_step
+            return step(*args, **kwargs)
         with calls_of(module.get_submodule(self.network)) as calls:
-            output = step(*args)
+            output = step(*args, **kwargs)
         if output is None:  # the module leaves this batch out
             return None
-        if len(calls) != 1:
-            name = "self" + (self.network and f".{self.network}")
-            raise RuntimeError(
-                f"training_step called {name}(...) {len(calls)} times; the logits are those of one "
-                f"call: name the network, as in {type(self).__name__}(..., network='model')"
-            )
-        loss = self._loss(term, calls[0])
+        loss = self._loss(term, self._only(calls))
         module.log("trajectory_loss", loss.detach())
         if isinstance(output, Mapping):
             return {**output, "loss": output["loss"] + loss}
         return output + loss
+
+    def _only(self, calls: list[Call]) -> Call:
+        """The one call of the network, if it returned logits."""
+        name = "self" + (self.network and f".{self.network}")
+        remedy = f"name the network, as in {type(self).__name__}(..., network='model')"
+        if len(calls) != 1:
+            raise RuntimeError(
+                f"training_step called {name}(...) {len(calls)} times; the logits are those of one "
+                f"call: {remedy}"
+            )
+        logits = calls[0].logits
+        if not isinstance(logits, Tensor) or logits.dim() < 2:
+            shape = f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
+            raise ValueError(
+                f"{name}(...) returned a {type(logits).__name__}{shape}; the logits are a "
+                f"tensor (batch, ..., classes), or what the output has as .logits: {remedy}"
+            )
+        return calls[0]
 
     def _build(self, network: nn.Module) -> SAF | MESA:
         raise NotImplementedError

@@ -52,6 +52,14 @@ class SAFCallback(TermCallback):
             owner = pl_module
         self._undo.append(stand_before(owner, name, partial(self._take_index, trainer)))
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader = trainer.train_dataloader
+        if isinstance(loader, list | tuple | dict):
+            raise ValueError(
+                f"SAFCallback takes one training loader, got a {type(loader).__name__} of them: an "
+                "index is a place in one dataset, so load several as one, ConcatDataset([...])"
+            )
+
     def _build(self, network: nn.Module) -> SAF:
         return SAF(**self.settings)
 
@@ -104,13 +112,17 @@ class MESACallback(TermCallback):
 
 
 def indexed_datamodule(datamodule: LightningDataModule) -> LightningDataModule:
-    """Have a datamodule's training batches carry their samples' index; returns the same datamodule.
+    """Have a datamodule's batches carry their samples' index where a SAFCallback takes it off.
 
-    See `saltflat.indexed.indexed_loader` for what becomes of its training loader.
+    See `saltflat.indexed.indexed_loader` for what becomes of its training loader then. In other
+    fits, and in a tuner's, which has no callbacks, the loader stays. Returns the same datamodule.
     """
-    datamodule.train_dataloader = partial(_indexed, datamodule.train_dataloader)  # type: ignore[method-assign]
+    method = partial(_train_dataloader, datamodule, datamodule.train_dataloader)
+    datamodule.train_dataloader = method  # type: ignore[method-assign]
     return datamodule
 
 
-def _indexed(train_dataloader: Any) -> Any:
-    return indexed_loader(train_dataloader())
+def _train_dataloader(datamodule: LightningDataModule, method: Any) -> Any:
+    callbacks = datamodule.trainer.callbacks if datamodule.trainer else []  # type: ignore[attr-defined]
+    indexed = any(isinstance(each, SAFCallback) for each in callbacks)
+    return indexed_loader(method()) if indexed else method()

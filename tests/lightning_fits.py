@@ -1,0 +1,67 @@
+"""A LightningModule as anyone writes it, and a quick fit of it."""
+
+import lightning.pytorch as pl
+import torch
+from problems import CLASSES, SAMPLES, dataset, network
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+
+from saltflat import with_index
+from saltflat.integrations.lightning import MESACallback, SAFCallback
+
+SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
+MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
+
+
+class Module(pl.LightningModule):
+    """As anyone writes it; it knows nothing of SAF."""
+
+    def __init__(self, optimizer=None):
+        super().__init__()
+        self.net = network()
+        self.make_optimizer = optimizer or (lambda module: sgd(module.net))
+        self.losses, self.metrics = [], []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = cross_entropy(self(x), y)
+        self.log("cross_entropy", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"])
+        self.metrics.append(float(self.trainer.callback_metrics.get("trajectory_loss", -1)))
+        assert len(batch) == 2
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self)
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader(indexed=True, data=None, cls=DataLoader, batch_size=8, **kwargs):
+    data = dataset() if data is None else data
+    order = DistributedSampler(data, 1, 0, seed=5)  # which depends on the epoch alone
+    return cls(with_index(data) if indexed else data, batch_size, sampler=order, **kwargs)
+
+
+def fit(module, callbacks, *data, epochs=4, ckpt_path=None, datamodule=None, **kwargs):
+    quiet = {
+        **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
+        "enable_checkpointing": any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
+    }
+    settings = {"accelerator": "cpu", "max_epochs": epochs, "callbacks": callbacks, **quiet}
+    trainer = pl.Trainer(**settings, **kwargs)
+    trainer.fit(module, *data, datamodule=datamodule, ckpt_path=ckpt_path)
+    return trainer
+
+
+def callback(method, **kwargs):
+    if method == "saf":
+        return SAFCallback(SAMPLES, CLASSES, **SAF_SETTINGS, **kwargs)
+    return MESACallback(**MESA_SETTINGS, **kwargs)
