@@ -77,7 +77,8 @@ THIRD_PARTIES = {"torch", "numpy"}
 EXTRAS = {
     "_fused.py": {"triton"},
     "_kernels.py": {"triton"},
-    "cli.py": {"jsonargparse", "rich"},
+    "commands.py": {"jsonargparse", "rich"},
+    "landscapes.py": {"jsonargparse"},
     "checkpoint.py": {"safetensors"},
     "figures.py": {"matplotlib"},
     "plot.py": {"matplotlib", "mpl_toolkits"},
@@ -85,7 +86,7 @@ EXTRAS = {
     "paper.py": {"matplotlib"},
     "surfaces.py": {"matplotlib"},
     "page.py": {"jinja2", "markupsafe", "matplotlib"},
-    "__init__.py": {"jinja2", "matplotlib"},
+    "__init__.py": {"jinja2", "jsonargparse", "matplotlib"},
     "data.py": {"datasets", "sklearn", "torchvision"},
     "augment.py": {"torchvision"},
     "log.py": {"rich"},

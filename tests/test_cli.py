@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from saltflat.cli import EXAMPLES, main
+from saltflat.cli import COMMANDS, main
 from saltflat.train.methods import METHODS
 
 SMALL = ["--data.train_size=128", "--data.batch_size=32", "--epochs=2"]
@@ -68,7 +68,7 @@ def test_compare_without_the_report_extra_says_how_to_get_it(tmp_path, capsys, m
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("saltflat.train.compare.compare", lambda *args, **kwargs: [])
-    monkeypatch.setattr("saltflat.cli._print", lambda lines: None)
+    monkeypatch.setattr("saltflat.cli.commands._show", lambda lines: None)
     monkeypatch.setattr("saltflat.train.compare.verdicts", lambda rows: [])
     main(["compare", "--methods=[base]", f"--out={tmp_path}"])
     last = capsys.readouterr().out.splitlines()[-1]
@@ -176,7 +176,7 @@ def test_methods_models_and_recipes(capsys, tmp_path, monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
