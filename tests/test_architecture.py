@@ -95,6 +95,7 @@ EXTRAS = {
     "_lightning.py": {"lightning"},
     "_lightning_sharpness.py": {"lightning"},
     "transformers.py": {"transformers"},
+    "_transformers.py": {"transformers"},
     "accelerate.py": {"accelerate"},
     "timm.py": {"timm"},
 }

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from saltflat import MESA, SAF
-from saltflat.integrations.transformers import STATE, TrajectoryTrainer
+from saltflat.integrations._transformers import STATE
+from saltflat.integrations.transformers import TrajectoryTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::transformers"),

@@ -7,24 +7,20 @@ checkpoint's folder, from which `resume_from_checkpoint` takes it.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+    from transformers import Trainer
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError("transformers is missing: pip install 'saltflat[transformers]'") from error
 
 from saltflat.indexed import with_index_column
+from saltflat.integrations._transformers import Follow, load
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
-
-STATE = "trajectory.pt"
-"""The file of a checkpoint's folder that holds the term."""
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -61,7 +57,7 @@ class TrajectoryMixin(_Base):
         self._sum, self._count = torch.zeros(()), 0  # of the trajectory terms since the last log
         if isinstance(term, SAF) and self.train_dataset is not None:
             self.train_dataset: Any = with_index_column(self.train_dataset)
-        self.add_callback(_Follow(self))
+        self.add_callback(Follow(self))
 
     def compute_loss(
         self,
@@ -101,11 +97,7 @@ class TrajectoryMixin(_Base):
         """The Trainer's; resuming brings the term back too."""
         last = resume_from_checkpoint is True
         if folder := get_last_checkpoint(self.args.output_dir) if last else resume_from_checkpoint:
-            path = Path(folder) / STATE
-            if not path.exists():
-                raise ValueError(f"{path} is missing: the checkpoint was saved without the term")
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            self.term.load_state_dict(state)
+            load(self.term, folder)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -122,28 +114,3 @@ class TrajectoryMixin(_Base):
 
 class TrajectoryTrainer(TrajectoryMixin, Trainer):
     """The Trainer with SAF or MESA; see `TrajectoryMixin`."""
-
-
-class _Follow(TrainerCallback):
-    """Keeps a trainer's term in step with it."""
-
-    def __init__(self, trainer: TrajectoryMixin) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.to(args.device)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.set_epoch(int(state.epoch or 0))
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self.trainer.term, MESA):
-            self.trainer.term.update(cast(nn.Module, self.trainer.model))
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.save_only_model:
-            return
-        whole = self.trainer.term.whole_state_dict()
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(whole, folder / STATE)
