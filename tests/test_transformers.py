@@ -10,6 +10,9 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
@@ -51,6 +54,20 @@ def bert(dropout=0.1):
     )
 
 
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+
+
+def sentences():
+    """Texts to continue, of which every other has two labels alone."""
+    rows = [dict(row) for row in texts().select_columns(["input_ids"])]
+    for number, row in enumerate(rows):
+        count = LENGTH if number % 2 else 2
+        row["labels"] = row["input_ids"][:count] + [-100] * (LENGTH - count)
+    return rows
+
+
 def arguments(folder, **kwargs):
     settings = {
         "num_train_epochs": 4,
@@ -69,10 +86,10 @@ def arguments(folder, **kwargs):
     return TrainingArguments(str(folder), **{**settings, **kwargs})
 
 
-def term_for(method, model):
+def term_for(method, model, **settings):
     if method == "saf":
-        return SAF(SAMPLES, CLASSES, **SAF_SETTINGS)
-    return MESA(model, **MESA_SETTINGS)
+        return SAF(SAMPLES, CLASSES, **{**SAF_SETTINGS, **settings})
+    return MESA(model, **{**MESA_SETTINGS, **settings})
 
 
 class Watched(TrajectoryTrainer):
@@ -85,8 +102,8 @@ class Watched(TrajectoryTrainer):
         return loss
 
 
-def trained(method, folder, *, dropout=0.1, data=None, resume=None, stop=None, **kwargs):
-    model = bert(dropout)
+def trained(method, folder, *, model=None, data=None, resume=None, stop=None, **kwargs):
+    model = model or bert()
     args = arguments(folder, **kwargs)
     callbacks = [StopAt(stop)] if stop else []
     trainer = Watched(
@@ -115,14 +132,19 @@ both = pytest.mark.parametrize("method", ["saf", "mesa"])
 
 
 @both
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_training_equals_the_plain_loop(method, accumulate, tmp_path):
-    trainer = trained(method, tmp_path, dropout=0.0, gradient_accumulation_steps=accumulate)
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("divides", [True, False], ids=["trainer divides", "model should"])
+def test_training_equals_the_plain_loop(method, accumulate, divides, tmp_path):
+    """Of four batches an epoch; the last of them is a step of its own where three make one."""
+    model = bert(0.0)
+    if divides:
+        model.accepts_loss_kwargs = False
+    trainer = trained(method, tmp_path, model=model, gradient_accumulation_steps=accumulate)
     assert len(trainer.batches) == 16
     model = bert(0.0).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     term = term_for(method, model)
-    terms = []
+    terms, means = [], []
     for number, batch in enumerate(trainer.batches):
         epoch, step = divmod(number, 4)
         term.set_epoch(epoch)
@@ -130,10 +152,12 @@ def test_training_equals_the_plain_loop(method, accumulate, tmp_path):
         logits = model(**batch).logits
         added = term(logits, index) if method == "saf" else term(logits, **batch)
         terms.append(float(added.detach()))
-        loss = (cross_entropy(logits, labels) + added) / accumulate
+        together = min(accumulate, 4 - step // accumulate * accumulate)
+        loss = cross_entropy(logits, labels) / (together if divides else 1) + added / together
         loss.backward()
         torch.testing.assert_close(loss.detach(), trainer.losses[number])
-        if (step + 1) % accumulate == 0:
+        if (step + 1) % accumulate == 0 or step == 3:
+            means.append(sum(terms[-together:]) / together)
             optimizer.step()
             optimizer.zero_grad()
             if method == "mesa":
@@ -142,8 +166,57 @@ def test_training_equals_the_plain_loop(method, accumulate, tmp_path):
         torch.testing.assert_close(trainer.model.state_dict()[name], tensor, msg=name)
     assert terms[:4] == [0] * 4 and min(terms[4:]) > 0
     logged = [log["trajectory_loss"] for log in trainer.state.log_history if "loss" in log]
-    means = torch.tensor(terms).view(-1, accumulate).mean(1)
-    torch.testing.assert_close(torch.tensor(logged), means)
+    torch.testing.assert_close(torch.tensor(logged), torch.tensor(means))
+
+
+def summed(outputs, labels, num_items_in_batch):
+    """A loss that divides by the count of a whole step, as the Trainer's documentation has it."""
+    return cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "make", "data", "extra"),
+    [
+        ("saf", bert, texts, {}),
+        ("mesa", bert, texts, {}),
+        ("mesa", gpt2, sentences, {}),
+        ("saf", bert, texts, {"label_smoothing_factor": 0.1}),
+        ("saf", bert, texts, {"compute_loss_func": summed}),
+    ],
+    ids=["bert saf", "bert mesa", "gpt2", "label smoothing", "own loss"],
+)
+def test_the_trainers_own_loss_is_left_alone(method, make, data, extra, accumulate, tmp_path):
+    """With weight 0 the weights are those of the plain Trainer, to the bit, dropout included."""
+    extra = dict(extra)
+    how = {name: extra.pop(name) for name in ("compute_loss_func",) if name in extra}
+    results = []
+    for kind in (Trainer, TrajectoryTrainer):
+        model = make()
+        if kind is TrajectoryTrainer:
+            how["term"] = term_for(method, model, weight=0.0)
+        args = arguments(tmp_path, gradient_accumulation_steps=accumulate, **extra)
+        trainer = kind(model, args, train_dataset=data(), **how)
+        results.append((trainer.train().training_loss, dict(model.state_dict())))
+    assert same(*results)
+
+
+def test_the_trainers_own_accumulation_is_as_the_page_says(tmp_path):
+    """For the same 24 samples in 1, 2 and 4 batches, by a Trainer without a term."""
+    logs = []
+    for set_right in (False, True):
+        for count in (1, 2, 4):
+            model = bert(0.0)
+            if set_right:
+                model.accepts_loss_kwargs = False
+            how = {"num_train_epochs": 1, "gradient_accumulation_steps": count}
+            args = arguments(tmp_path, per_device_train_batch_size=24 // count, **how)
+            trainer = Trainer(model, args, train_dataset=texts())
+            trainer.train()
+            logs.append(trainer.state.log_history[0])
+    assert [round(log["loss"], 3) for log in logs] == [1.387, 2.773, 5.546, 1.387, 1.387, 1.387]
+    norms = torch.tensor([log["grad_norm"] for log in logs])
+    torch.testing.assert_close(norms / norms[0], torch.tensor([1.0, 2, 4, 1, 1, 1]))
 
 
 @pytest.mark.parametrize(("method", "step"), [("saf", 5), ("mesa", 5), ("saf", 8)])

@@ -31,8 +31,8 @@ else:
 class TrajectoryMixin(_Base):
     """Makes any Trainer add SAF or MESA: `class Mine(TrajectoryMixin, Seq2SeqTrainer): ...`.
 
-    Where gradients are accumulated, the loss is the mean of the batches' means, as in a plain loop.
-    (The Trainer leaves that to the models, many of which, BERT for one, do not see to it.)
+    The Trainer's own loss stays as it is. Where gradients are accumulated, the term of a step is
+    the mean of its batches' terms.
 
     SAF's samples get a column "index" with their place in `train_dataset`, unless they have one,
     and the Trainer keeps it. The log has the mean "trajectory_loss" beside the loss it is part of.
@@ -46,8 +46,6 @@ class TrajectoryMixin(_Base):
         TypeError: If SAF is to train on a dataset without indices.
         ValueError: If MESA is to follow a model that does not exist yet.
     """
-
-    loss_is_scaled_for_ga = False  # nor need it be: the Trainer divides it
 
     def __init__(self, *args: Any, term: SAF | MESA, **kwargs: Any) -> None:
         if isinstance(term, MESA) and kwargs.get("model_init") is not None:
@@ -81,12 +79,16 @@ class TrajectoryMixin(_Base):
         else:
             term = self.term(logits, index)
         self._sum, self._count = self._sum.to(term.device) + term.detach(), self._count + 1
-        loss = loss + term
+        loss = loss + term / self._batches(num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's batches of a step, not the count of their labels, by which some divide."""
-        return super().get_batch_samples(*args, **kwargs)[0], None
+    def _batches(self, num_items_in_batch: Any) -> int:
+        """By how many batches of a step to divide a term: 1 where `training_step` will do it."""
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # which transformers 5.0 has not
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        return self.current_gradient_accumulation_steps if scaled else 1
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, on inputs without the index."""
