@@ -8,15 +8,20 @@ from datasets import Dataset
 from problems import CLASSES, SAMPLES, same
 from torch.nn.functional import cross_entropy
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
+from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from saltflat import MESA, SAF
 from saltflat.integrations._transformers import STATE
@@ -57,6 +62,37 @@ def bert(dropout=0.1):
 def gpt2():
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+
+
+def bart():
+    torch.manual_seed(0)
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    tokens = {"vocab_size": 12, "pad_token_id": 1, "decoder_start_token_id": 2}
+    config = BartConfig(d_model=8, dropout=0.0, **layers, **heads, **tokens)
+    return BartForConditionalGeneration(config)
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 12, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def translations():
+    """From texts to others of the same length, the ends of which are padding."""
+    rows = [dict(row) for row in texts().select_columns(["input_ids"])]
+    for row in rows:
+        row["labels"] = [(3 * token + 1) % 12 for token in row["input_ids"][:-2]] + [-100] * 2
+    return rows
+
+
+def with_decoder_inputs(samples):
+    """As DataCollatorForSeq2Seq makes them, which the smoothing of labels needs."""
+    batch = default_data_collator(samples)
+    batch["decoder_input_ids"] = shift_tokens_right(batch["labels"], 1, 2)
+    return batch
 
 
 def sentences():
@@ -217,6 +253,31 @@ def test_the_trainers_own_accumulation_is_as_the_page_says(tmp_path):
     assert [round(log["loss"], 3) for log in logs] == [1.387, 2.773, 5.546, 1.387, 1.387, 1.387]
     norms = torch.tensor([log["grad_norm"] for log in logs])
     torch.testing.assert_close(norms / norms[0], torch.tensor([1.0, 2, 4, 1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "smoothing", "collate"),
+    [(bart, 0.0, None), (t5, 0.0, None), (bart, 0.1, None), (t5, 0.1, with_decoder_inputs)],
+)
+def test_the_teacher_sees_what_the_student_sees(make, smoothing, collate, tmp_path):
+    """And so says the same as long as nothing is learnt.
+
+    An encoder-decoder makes its decoder's input of the labels, unless these are kept from it to be
+    smoothed: then BART takes the encoder's input, and T5 must be given one.
+    """
+    for rate in (0.0, 0.1):
+        model = make()
+        trainer = TrajectoryTrainer(
+            model,
+            arguments(tmp_path, num_train_epochs=2, label_smoothing_factor=smoothing),
+            train_dataset=translations(),
+            data_collator=collate,
+            term=term_for("mesa", model),
+            optimizers=(torch.optim.SGD(model.parameters(), lr=rate), None),
+        )
+        trainer.train()
+        terms = [log["trajectory_loss"] for log in trainer.state.log_history[4:8]]
+        assert max(terms) < 1e-6 if rate == 0 else min(terms) > 1e-5
 
 
 @pytest.mark.parametrize(("method", "step"), [("saf", 5), ("mesa", 5), ("saf", 8)])

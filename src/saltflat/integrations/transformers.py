@@ -69,11 +69,10 @@ class TrajectoryMixin(_Base):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = dict(inputs)
         index = inputs.pop("index", None)
-        to_teacher = {name: x for name, x in inputs.items() if name not in self.label_names}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
         if isinstance(self.term, MESA):
-            term = self.term(logits, **to_teacher)
+            term = self.term(logits, **self._for_teacher(inputs))
         elif index is None:
             raise ValueError("a batch without 'index': the data collator must hand it to SAF")
         else:
@@ -81,6 +80,14 @@ class TrajectoryMixin(_Base):
         self._sum, self._count = self._sum.to(term.device) + term.detach(), self._count + 1
         loss = loss + term / self._batches(num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _for_teacher(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model was called with, less the labels where only its loss needs them."""
+        config = getattr(self.model, "config", None)
+        decodes = getattr(config, "is_encoder_decoder", False)
+        if decodes and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+            return inputs  # of the labels it makes what the decoder is given
+        return {name: x for name, x in inputs.items() if name not in self.label_names}
 
     def _batches(self, num_items_in_batch: Any) -> int:
         """By how many batches of a step to divide a term: 1 where `training_step` will do it."""
