@@ -133,6 +133,7 @@ class Watched(TrajectoryTrainer):
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.batches = [*getattr(self, "batches", []), dict(inputs)]
+        self.epochs = [*getattr(self, "epochs", []), self.term.epoch]
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.losses = [*getattr(self, "losses", []), loss]
         return loss
@@ -141,7 +142,7 @@ class Watched(TrajectoryTrainer):
 def trained(method, folder, *, model=None, data=None, resume=None, stop=None, **kwargs):
     model = model or bert()
     args = arguments(folder, **kwargs)
-    callbacks = [StopAt(stop)] if stop else []
+    callbacks = [stop] if isinstance(stop, TrainerCallback) else [StopAt(stop)] if stop else []
     trainer = Watched(
         model,
         args,
@@ -162,6 +163,13 @@ class StopAt(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == self.step
+
+
+class ShortEpochs(TrainerCallback):
+    """Ends every epoch after three of its four batches."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 3 == 0
 
 
 both = pytest.mark.parametrize("method", ["saf", "mesa"])
@@ -292,6 +300,25 @@ def test_resumed_training_equals_training_straight_through(method, step, tmp_pat
     assert same(first.losses + second.losses, straight.losses)
     assert same(dict(second.model.state_dict()), dict(straight.model.state_dict()))
     assert same(dict(second.term.state_dict()), dict(straight.term.state_dict()))
+
+
+@both
+def test_epochs_that_end_early_are_epochs(method, tmp_path):
+    trainer = trained(method, tmp_path, stop=ShortEpochs())
+    assert trainer.epochs == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_passes_over_a_stream_are_epochs(tmp_path):
+    """Of four batches a pass, which the Trainer cannot know."""
+    data = texts().to_iterable_dataset()
+    saving = {"max_steps": 16, "save_strategy": "steps", "save_steps": 8}
+    straight = trained("mesa", tmp_path, data=data, **saving)
+    assert straight.epochs == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    terms = [log["trajectory_loss"] for log in straight.state.log_history[:-1]]
+    assert terms[:4] == [0] * 4 and min(terms[4:]) > 0
+    where = str(tmp_path / "checkpoint-8")
+    resumed = trained("mesa", tmp_path, data=data, resume=where, **saving)
+    assert resumed.epochs == [2] * 4 + [3] * 4
 
 
 def test_a_checkpoint_without_the_term(tmp_path):

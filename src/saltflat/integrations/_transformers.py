@@ -29,12 +29,16 @@ class Follow(TrainerCallback):
 
     def __init__(self, trainer: HasTerm) -> None:
         self.trainer = trainer
+        self.epoch = 0
+        """The next one. The Trainer's own is a fraction of what it took for the epoch's length."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.term.to(args.device)
+        self.epoch = int(state.epoch or 0)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.set_epoch(int(state.epoch or 0))
+        self.trainer.term.set_epoch(self.epoch)
+        self.epoch += 1
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self.trainer.term, MESA):
