@@ -322,16 +322,16 @@ def test_passes_over_a_stream_are_epochs(tmp_path):
 
 
 def test_a_checkpoint_without_the_term(tmp_path):
-    trainer = trained("saf", tmp_path, save_strategy="epoch", num_train_epochs=1)
+    trainer = trained("saf", tmp_path, save_strategy="epoch", num_train_epochs=2)
     (tmp_path / "checkpoint-4" / STATE).unlink()
     with pytest.raises(ValueError, match=r"checkpoint-4/trajectory.pt is missing"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_samples_keep_an_index_of_their_own(tmp_path):
-    given = trained("saf", tmp_path, data=texts(indexed=True), num_train_epochs=1)
-    made = trained("saf", tmp_path, num_train_epochs=1)
-    listed = trained("saf", tmp_path, data=[dict(row) for row in texts()], num_train_epochs=1)
+    given = trained("saf", tmp_path, data=texts(indexed=True), num_train_epochs=2)
+    made = trained("saf", tmp_path, num_train_epochs=2)
+    listed = trained("saf", tmp_path, data=[dict(row) for row in texts()], num_train_epochs=2)
     for batch, other, plain in zip(given.batches, made.batches, listed.batches, strict=True):
         assert torch.equal(batch["index"], SAMPLES - 1 - other["index"])
         assert same(other, plain)
@@ -339,7 +339,7 @@ def test_samples_keep_an_index_of_their_own(tmp_path):
 
 
 def test_evaluation_needs_no_index_and_records_nothing(tmp_path):
-    trainer = trained("saf", tmp_path, num_train_epochs=1)
+    trainer = trained("saf", tmp_path, num_train_epochs=2)
     before = {name: tensor.clone() for name, tensor in trainer.term.state_dict().items()}
     for data in (texts(), texts(indexed=True), texts(indexed=True).remove_columns("labels")):
         predictions = trainer.predict(data).predictions
@@ -375,6 +375,34 @@ def test_what_cannot_work_is_said_at_once(tmp_path):
     TrajectoryTrainer(model, args, train_dataset=stream, term=term_for("mesa", model)).train()
 
 
+@pytest.mark.filterwarnings("ignore:start_epoch=1, but with lag=4")
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("saf", {"start_epoch": 4}), ("saf", {"lag": 4}), ("mesa", {"start_epoch": 4})],
+)
+def test_a_term_that_will_never_start_is_worth_a_warning(method, settings, tmp_path):
+    model = bert()
+    how = {"term": term_for(method, model, **settings), "train_dataset": texts()}
+    with pytest.warns(UserWarning, match="begins in epoch 4, and training ends after 4 epochs"):
+        TrajectoryTrainer(model, arguments(tmp_path, num_train_epochs=4), **how).train()
+    how["term"] = term_for(method, model, **settings)
+    TrajectoryTrainer(model, arguments(tmp_path, num_train_epochs=5), **how).train()
+    if method == "mesa":  # and of a stream nobody knows how many passes it will make
+        how = {"term": term_for(method, model, **settings)}
+        how["train_dataset"] = texts().to_iterable_dataset()
+        TrajectoryTrainer(model, arguments(tmp_path, max_steps=2), **how).train()
+
+
+@both
+def test_a_term_trains_once(method, tmp_path):
+    trainer = trained(method, tmp_path)
+    with pytest.raises(ValueError, match=r"in epoch 3, and .* a new one, trainer.term ="):
+        trainer.train()
+    trainer.term = term_for(method, trainer.model)
+    trainer.train()
+    assert trainer.term.epoch == 3
+
+
 def test_the_log_is_plain_numbers(tmp_path):
-    trainer = trained("mesa", tmp_path, num_train_epochs=1)
+    trainer = trained("mesa", tmp_path, num_train_epochs=2)
     assert json.loads(json.dumps(trainer.state.log_history))[0]["trajectory_loss"] == 0

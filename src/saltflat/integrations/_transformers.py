@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,8 +34,21 @@ class Follow(TrainerCallback):
         """The next one. The Trainer's own is a fraction of what it took for the epoch's length."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.to(args.device)
+        term = self.trainer.term.to(args.device)
         self.epoch = int(state.epoch or 0)
+        if term.epoch is not None and term.epoch > self.epoch:
+            raise ValueError(
+                f"the term is in epoch {term.epoch}, and training begins in epoch {self.epoch}: "
+                "give the Trainer a new one, trainer.term = ..., or resume_from_checkpoint"
+            )
+        first = max(term.start_epoch, term.memory.lag if isinstance(term, SAF) else 0)
+        if first >= state.num_train_epochs:
+            warnings.warn(
+                f"the trajectory loss begins in epoch {first}, and training ends after "
+                f"{state.num_train_epochs} epochs: nothing is added. Lower start_epoch, or SAF's "
+                "lag, or train for longer",
+                stacklevel=1,
+            )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.term.set_epoch(self.epoch)
