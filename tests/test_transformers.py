@@ -11,6 +11,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
@@ -401,6 +402,25 @@ def test_a_term_trains_once(method, tmp_path):
     trainer.term = term_for(method, trainer.model)
     trainer.train()
     assert trainer.term.epoch == 3
+
+
+def test_a_model_without_logits(tmp_path):
+    config = bert().config
+    config.num_labels = 2  # for the start and the end of an answer
+    answers = [{"input_ids": [1] * 6, "start_positions": 1, "end_positions": 2}] * SAMPLES
+    with pytest.raises(ValueError, match="has none, but loss, start_logits, end_logits"):
+        trained("mesa", tmp_path, model=BertForQuestionAnswering(config), data=answers)
+
+
+@pytest.mark.parametrize("extra", [{}, {"label_smoothing_factor": 0.1}], ids=["", "smoothing"])
+def test_a_model_that_returns_tuples(extra, tmp_path):
+    """For SAF they do; MESA's teacher must say which of its outputs are the logits."""
+    model = bert()
+    model.config.return_dict = False
+    losses = trained("saf", tmp_path, model=model, **extra).losses
+    assert same(losses, trained("saf", tmp_path, **extra).losses)
+    with pytest.raises(ValueError, match=r"set model.config.return_dict = True"):
+        trained("mesa", tmp_path, model=model)
 
 
 def test_the_log_is_plain_numbers(tmp_path):

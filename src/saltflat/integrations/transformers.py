@@ -44,13 +44,16 @@ class TrajectoryMixin(_Base):
 
     Raises:
         TypeError: If SAF is to train on a dataset without indices.
-        ValueError: If MESA is to follow a model that does not exist yet.
+        ValueError: If MESA is to follow a model that does not exist yet, or returns tuples.
     """
 
     def __init__(self, *args: Any, term: SAF | MESA, **kwargs: Any) -> None:
         if isinstance(term, MESA) and kwargs.get("model_init") is not None:
             raise ValueError("MESA was built on another model than model_init makes: pass model=")
         super().__init__(*args, **kwargs)
+        config = getattr(self.model, "config", None)
+        if isinstance(term, MESA) and not getattr(config, "return_dict", True):
+            raise ValueError("MESA needs outputs with .logits: set model.config.return_dict = True")
         self.term = term
         self._sum, self._count = torch.zeros(()), 0  # of the trajectory terms since the last log
         if isinstance(term, SAF) and self.train_dataset is not None:
@@ -70,7 +73,7 @@ class TrajectoryMixin(_Base):
         inputs = dict(inputs)
         index = inputs.pop("index", None)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
+        logits = self._logits(inputs, outputs)
         if isinstance(self.term, MESA):
             term = self.term(logits, **self._for_teacher(inputs))
         elif index is None:
@@ -80,6 +83,15 @@ class TrajectoryMixin(_Base):
         self._sum, self._count = self._sum.to(term.device) + term.detach(), self._count + 1
         loss = loss + term / self._batches(num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _logits(self, inputs: dict[str, Any], outputs: Any) -> Any:
+        """Those among a model's outputs; in a tuple they stand after the loss, if it made one."""
+        if not isinstance(outputs, dict):
+            return outputs[1 if inputs.keys() & set(self.label_names) else 0]
+        if "logits" not in outputs:
+            names = ", ".join(outputs)
+            raise ValueError(f"SAF and MESA compare logits, and the model has none, but {names}")
+        return outputs["logits"]
 
     def _for_teacher(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model was called with, less the labels where only its loss needs them."""
