@@ -289,6 +289,25 @@ def test_the_teacher_sees_what_the_student_sees(make, smoothing, collate, tmp_pa
         assert max(terms) < 1e-6 if rate == 0 else min(terms) > 1e-5
 
 
+@pytest.mark.usefixtures("own_accelerator")
+def test_the_teacher_runs_in_the_models_precision(tmp_path):
+    """And so again says the same as long as nothing is learnt."""
+    model, types = bert(0.0), []
+    term = term_for("mesa", model, start_epoch=0)
+    for one in (model, term.teacher.module):
+        one.classifier.register_forward_hook(lambda *call: types.append(call[-1].dtype))
+    trainer = TrajectoryTrainer(
+        model,
+        arguments(tmp_path, bf16=True),
+        train_dataset=texts(),
+        term=term,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.0), None),
+    )
+    trainer.train()
+    assert types == [torch.bfloat16] * 32
+    assert [log["trajectory_loss"] for log in trainer.state.log_history[:-1]] == [0] * 16
+
+
 @pytest.mark.parametrize(("method", "step"), [("saf", 5), ("mesa", 5), ("saf", 8)])
 def test_resumed_training_equals_training_straight_through(method, step, tmp_path):
     """Of four steps an epoch, with dropout, and with checkpoints that are rotated away."""

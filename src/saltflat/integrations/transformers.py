@@ -75,7 +75,8 @@ class TrajectoryMixin(_Base):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         logits = self._logits(inputs, outputs)
         if isinstance(self.term, MESA):
-            term = self.term(logits, **self._for_teacher(inputs))
+            with self.accelerator.autocast():  # as the model itself was; the teacher is not wrapped
+                term = self.term(logits, **self._for_teacher(inputs))
         elif index is None:
             raise ValueError("a batch without 'index': the data collator must hand it to SAF")
         else:
