@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from saltflat import MESA, SAF
+from saltflat.indexed import with_index_column
 from saltflat.integrations._transformers import STATE
 from saltflat.integrations.transformers import TrajectoryTrainer
 
@@ -358,6 +359,14 @@ def test_samples_keep_an_index_of_their_own(tmp_path):
         assert "note" not in batch
 
 
+def test_samples_that_a_transform_makes_get_their_index(tmp_path):
+    """Although it leaves out whatever columns it pleases."""
+    columns = ("input_ids", "attention_mask", "labels")
+    data = texts().with_transform(lambda rows: {name: rows[name] for name in columns})
+    kept = trained("saf", tmp_path, data=data, num_train_epochs=2)
+    assert same(kept.batches, trained("saf", tmp_path, num_train_epochs=2).batches)
+
+
 def test_evaluation_needs_no_index_and_records_nothing(tmp_path):
     trainer = trained("saf", tmp_path, num_train_epochs=2)
     before = {name: tensor.clone() for name, tensor in trainer.term.state_dict().items()}
@@ -367,21 +376,26 @@ def test_evaluation_needs_no_index_and_records_nothing(tmp_path):
     assert same(dict(trainer.term.state_dict()), before)
 
 
-def test_an_index_that_is_lost_on_the_way(tmp_path):
+@pytest.mark.parametrize("lost", ["by the collator", "in a dataset set later"])
+def test_an_index_that_is_lost_on_the_way(lost, tmp_path):
     def forgetful(samples):
         batch = default_data_collator(samples)
         del batch["index"]
         return batch
 
     model = bert()
-    trainer = TrajectoryTrainer(
-        model,
-        arguments(tmp_path),
-        train_dataset=texts(),
-        data_collator=forgetful,
-        term=term_for("saf", model),
-    )
-    with pytest.raises(ValueError, match="a batch without 'index': the data collator"):
+    how = {"term": term_for("saf", model)}
+    if lost == "by the collator":
+        trainer = TrajectoryTrainer(
+            model, arguments(tmp_path), train_dataset=texts(), data_collator=forgetful, **how
+        )
+    else:
+        trainer = TrajectoryTrainer(model, arguments(tmp_path), **how)
+        trainer.train_dataset = texts()
+    with pytest.raises(ValueError, match=r"a batch without 'index'.*collator.*with_index_column"):
+        trainer.train()
+    if lost == "in a dataset set later":
+        trainer.train_dataset = with_index_column(texts())
         trainer.train()
 
 

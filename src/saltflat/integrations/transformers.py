@@ -78,7 +78,11 @@ class TrajectoryMixin(_Base):
             with self.accelerator.autocast():  # as the model itself was; the teacher is not wrapped
                 term = self.term(logits, **self._for_teacher(inputs))
         elif index is None:
-            raise ValueError("a batch without 'index': the data collator must hand it to SAF")
+            raise ValueError(
+                "a batch without 'index', by which SAF knows samples: a data collator must hand it "
+                "on, and a train_dataset that is set after the Trainer was built must have it: "
+                "trainer.train_dataset = saltflat.indexed.with_index_column(dataset)"
+            )
         else:
             term = self.term(logits, index)
         self._sum, self._count = self._sum.to(term.device) + term.detach(), self._count + 1
