@@ -14,6 +14,11 @@ from saltflat._launch import has_triton
 from saltflat._sources import Given, Ring, Staged
 from saltflat.trajectory import trajectory_loss
 
+ONE_LOGIT = (
+    "the probability of a single class is always 1, and so is no trajectory. A classifier with one "
+    "logit z for two classes can give torch.cat([torch.zeros_like(z), z], -1); regression has none"
+)
+
 
 class TrajectoryTerm(Clocked):
     """A term to add to the loss: weight * trajectory_loss from `start_epoch` on.
