@@ -15,9 +15,10 @@ from saltflat._sources import Given, Ring, Staged
 from saltflat.trajectory import trajectory_loss
 
 ONE_LOGIT = (
-    "the probability of a single class is always 1, and so is no trajectory. A classifier with one "
-    "logit z for two classes can give torch.cat([torch.zeros_like(z), z], -1); regression has none"
+    "the probability of a single class is always 1, and the loss 0. Where one logit z stands for "
+    "two classes, let the model return torch.cat([torch.zeros_like(z), z], -1)"
 )
+"""Why one class is refused."""
 
 
 class TrajectoryTerm(Clocked):
