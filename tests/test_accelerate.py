@@ -1,5 +1,7 @@
 """SAF and MESA in an Accelerate loop."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -8,7 +10,7 @@ from problems import METHODS, SAMPLES, Run, dataset, network, same
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from saltflat import with_index
+from saltflat import MESA, with_index
 from saltflat.integrations.accelerate import register
 
 pytestmark = pytest.mark.filterwarnings("ignore:::accelerate")
@@ -104,3 +106,28 @@ def test_a_loaded_state_continues_as_if_nothing_had_happened(method, registered,
     assert same(first.losses + second.losses, straight.losses)
     assert same(dict(second.net.state_dict()), dict(straight.net.state_dict()))
     assert same(dict(second.term.state_dict()), dict(straight.term.state_dict()))
+
+
+@pytest.mark.usefixtures("own_accelerator")
+@pytest.mark.parametrize("built", ["after prepare", "before", "before, called in autocast"])
+def test_the_teacher_runs_in_the_models_precision(built):
+    """If it is a copy of the prepared model, or is told to: Accelerate wraps what it prepares."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net, types = network().eval(), []  # with the statistics that the teacher has
+    mesa = MESA(net, start_epoch=0)
+    model = accelerator.prepare(net)
+    if built == "after prepare":
+        mesa = MESA(net, start_epoch=0)
+    register(accelerator, mesa).set_epoch(0)
+    for one in (net, mesa.teacher.module):
+        one[0].register_forward_hook(lambda *call: types.append(call[-1].dtype))
+    x = dataset().tensors[0]
+    logits = model(x)
+    with accelerator.autocast() if "autocast" in built else nullcontext():
+        term = mesa(logits, x)
+    teachers = torch.float32 if built == "before" else torch.bfloat16
+    assert types == [torch.bfloat16, teachers] and term.dtype == torch.float32
+    assert (term == 0) == (built != "before")
+    outputs = mesa.teacher(x)
+    torch.nn.init.zeros_(net[0].weight)
+    assert torch.equal(mesa.teacher(x), outputs) and not torch.equal(model(x), logits)

@@ -97,6 +97,7 @@ EXTRAS = {
     "_lightning_sharpness.py": {"lightning", "torchmetrics"},
     "_lightning_step.py": {"lightning"},
     "transformers.py": {"transformers"},
+    "_transformers.py": {"transformers"},
     "accelerate.py": {"accelerate"},
     "timm.py": {"timm"},
 }

@@ -130,6 +130,16 @@ def test_a_model_that_returns_something_else():
         mesa(model(x)[0], x)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (4,)])
+@pytest.mark.parametrize("start_epoch", [0, 5])
+def test_one_logit_has_no_trajectory(shape, start_epoch):
+    """Its probability is always 1; said at the first call, not in epoch 5."""
+    mesa = MESA(nn.Linear(3, 1), start_epoch=start_epoch)
+    mesa.set_epoch(0)
+    with pytest.raises(ValueError, match=r"2 or more classes, got \(4,.*torch.cat"):
+        mesa(torch.zeros(shape), torch.zeros(4, 3))
+
+
 def test_a_model_whose_output_has_logits():
     class Output(NamedTuple):
         logits: torch.Tensor

@@ -215,6 +215,12 @@ def test_one_word_about_references_that_come_later():
         SAF(4, 3, lag=3, start_epoch=3)
 
 
+def test_one_class_has_no_trajectory():
+    """Its probability is always 1."""
+    with pytest.raises(ValueError, match=r"num_classes must be at least 2, got 1.*torch.cat"):
+        SAF(4, 1)
+
+
 @pytest.mark.parametrize(
     ("logits", "index", "message"),
     [

@@ -14,6 +14,12 @@ from saltflat._launch import has_triton
 from saltflat._sources import Given, Ring, Staged
 from saltflat.trajectory import trajectory_loss
 
+ONE_LOGIT = (
+    "the probability of a single class is always 1, and the loss 0. Where one logit z stands for "
+    "two classes, let the model return torch.cat([torch.zeros_like(z), z], -1)"
+)
+"""Why one class is refused."""
+
 
 class TrajectoryTerm(Clocked):
     """A term to add to the loss: weight * trajectory_loss from `start_epoch` on.

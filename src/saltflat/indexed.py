@@ -48,7 +48,9 @@ def with_index_column(dataset: Any) -> Any:
     if len(keyed) and "index" in dataset[0]:
         return dataset
     if hasattr(dataset, "add_column"):
-        return dataset.add_column("index", list(range(len(keyed))))
+        added = dataset.add_column("index", list(range(len(keyed))))
+        if not len(keyed) or "index" in added[0]:  # and no transform leaves it out
+            return added
     return keyed
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from saltflat import _capture
 from saltflat._sources import Given
-from saltflat._term import TrajectoryTerm, can_fuse
+from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
 
 
@@ -94,10 +94,17 @@ class MESA(TrajectoryTerm):
             A scalar to add to the loss; in steps without it the constant 0.
 
         Raises:
-            ValueError: If the teacher's outputs are not of the logits' shape.
+            ValueError: If there is one class alone, or the teacher's outputs are not of the logits'
+                shape.
             RuntimeError: If `set_epoch` was never called.
         """
-        if not self._check(logits) or not self.pulls or not self.training:
+        self._check(logits)
+        if logits.dim() < 2 or logits.shape[-1] == 1:
+            raise ValueError(
+                "logits must be of shape (batch, ..., classes) with 2 or more classes, got "
+                f"{tuple(logits.shape)}: {ONE_LOGIT}"
+            )
+        if not self.pulls or not self.training:
             return self._no_loss(logits)
         if self._ahead is not None and self._ahead.fits(inputs, kwargs):
             reference = self._ahead.taken()

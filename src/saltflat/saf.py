@@ -13,7 +13,7 @@ from torch import Tensor
 from saltflat import _capture
 from saltflat._ranks import Group, world
 from saltflat._sharded import ShardedMemory
-from saltflat._term import TrajectoryTerm, can_fuse
+from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.exchange import Exchange
 from saltflat.memory import OutputMemory
 
@@ -39,7 +39,7 @@ class SAF(TrajectoryTerm):
 
     Args:
         num_samples: The length of the training set.
-        num_classes: The length of one row of logits.
+        num_classes: The length of one row of logits, at least 2.
         weight: The paper's lambda.
         temperature: The paper's tau.
         lag: The paper's E tilde, in epochs.
@@ -92,6 +92,8 @@ class SAF(TrajectoryTerm):
         super().__init__(
             weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
         )
+        if num_classes == 1:
+            raise ValueError(f"num_classes must be at least 2, got 1: {ONE_LOGIT}")
         if exchange not in ("any", "own"):
             raise ValueError(f'exchange must be "any" or "own", got {exchange!r}')
         self.exchange = exchange
