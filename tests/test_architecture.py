@@ -1,8 +1,11 @@
 """Who may import whom: the arrows of the design, read from the source."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import saltflat
@@ -135,6 +138,22 @@ def test_every_module_imports_only_what_it_may():
             else:
                 known = sys.stdlib_module_names | THIRD_PARTIES | EXTRAS.get(path.name, set())
                 assert package in known, f"{path.name} -> {imported}"
+
+
+def test_every_import_is_a_declared_dependency():
+    """Of the package or of an extra, or of one that these bring along."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {
+        re.match(r"[\w-]+", one)[0].lower() for requirements in lists for one in requirements
+    }
+    declared |= {"triton", "markupsafe", "torchmetrics"}  # torch's, jinja2's and lightning's own
+    of_package = packages_distributions()
+    for path in SOURCE.rglob("*.py"):
+        found = {name.partition(".")[0] for name in imports(path)} - {"saltflat"}
+        for package in found - sys.stdlib_module_names:
+            names = {name.lower() for name in of_package[package]}
+            assert names & declared, f"{path.name} -> {package}"
 
 
 def test_importing_saltflat_loads_torch_and_numpy_only():
