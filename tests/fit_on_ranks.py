@@ -15,6 +15,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,9 @@ class Block(nn.Module):
         return x + self.outer(self.dropout(torch.tanh(self.inner(x))))
 
 
-def smooth(name: str, *, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+def smooth(
+    name: str, *, num_classes: int, in_channels: int, image_size: int, initialization: Any
+) -> nn.Module:
     """A network without BatchNorm, on which shares of a batch add up to it; or another by name."""
     if name not in ("smooth", "dropout"):
         sizes = {"in_channels": in_channels, "image_size": image_size}

@@ -36,6 +36,7 @@ BAD = {
         "parallel": ["dp", "FSDP"],
         "timeout": [0.0, -1.0, NAN, INF],
         "checkpoint_every": [0],
+        "evaluate_every": [0, -5],
     },
 }
 CASES = [(c, n, v) for c, names in BAD.items() for n, values in names.items() for v in values]

@@ -91,6 +91,20 @@ def test_tracking_the_sharpness_changes_nothing_else(name, tmp_path):
     assert torch.equal(ours["random"][0]["cpu"], theirs["random"][0]["cpu"])
 
 
+def test_fewer_tests_change_nothing_else(tmp_path):
+    often = fit(of("mesa"), tmp_path / "often")
+    seldom = fit(replace(of("mesa"), evaluate_every=2), tmp_path / "seldom")
+    keys = {"accuracy", "teacher_accuracy"}
+    rows = read_metrics(tmp_path / "often")
+    for row in rows:
+        if row["epoch"] not in (1, 3, 4):
+            assert row.pop("accuracy") and row.pop("teacher_accuracy")
+    write_metrics(tmp_path / "often", rows)
+    assert_same(tmp_path / "often", tmp_path / "seldom")
+    assert often.accuracy == seldom.accuracy
+    assert seldom.best_accuracy == max(row["accuracy"] for row in rows if keys <= row.keys())
+
+
 def test_the_sharpness_is_that_of_the_epochs_weights(tmp_path):
     run = fit(replace(SMALL, track_sharpness=5), tmp_path)
     opened = open_run(tmp_path)
@@ -150,7 +164,7 @@ def test_label_smoothing_is_the_configs(tmp_path):
 
 
 def test_parts_of_a_batch_add_up_to_it(tmp_path, monkeypatch):
-    def linear(name, *, num_classes, in_channels, image_size):
+    def linear(name, *, num_classes, in_channels, image_size, initialization):
         torch.manual_seed(0)
         layers = torch.nn.Flatten(), torch.nn.Linear(in_channels * image_size**2, num_classes)
         return torch.nn.Sequential(*layers)

@@ -344,7 +344,7 @@ def test_a_figure_of_the_paper_that_lacks_its_data_says_what_to_run(tmp_path):
         ([], "a report needs runs"),
         (["nowhere"], "nowhere holds no records"),
         (["."], "there are runs below it: digits half"),
-        (["empty"], "empty has no epoch yet"),
+        (["empty"], "empty has no tested epoch yet"),
         (["digits", "half"], "of different data"),
         (["damaged"], "config.json is damaged"),
         (["noconfig"], "config.json is not a run's config, it lacks model"),

@@ -60,6 +60,7 @@ def test_options_of_a_run():
     assert config.data == DataConfig("mine.npz", augment="basic", batch_size=128, cutout=16)
     assert config.method == MethodConfig("saf", {"storage": "uint8"})
     assert (config.seed, config.epochs, config.checkpoint_every) == (3, 7, 7)
+    assert accuracy.config_of("cifar100_resnet18_saf", 0).evaluate_every == 5
     other = accuracy.config_of("cifar100_resnet18_saf method=ema method.decay=0.9", 0)
     assert other.method == MethodConfig("ema", {"decay": 0.9})
 

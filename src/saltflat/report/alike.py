@@ -42,7 +42,7 @@ def alike(
                 notes.append(f"{name} is left out: no loss of its landscape is a number.")
                 continue
             found.append((name, Landscape(method.label, run.config["seed"], surface)))
-            epochs, done = surface.provenance.get("epochs"), int(run.metrics[-1]["epoch"]) + 1
+            epochs, done = surface.provenance.get("epochs"), run.epochs
             if epochs is not None and epochs < done:
                 notes.append(f"{name} is as it was after {epochs} of {done} epochs.")
     most = Counter(_made(one) for _, one in found).most_common(1)

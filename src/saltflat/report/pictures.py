@@ -153,7 +153,7 @@ def _late(curves: Sequence[Curve]) -> tuple[float, float] | None:
 def _every_seed(setting: Setting, indices: Indices) -> Picture | None:
     if all(len(method.runs) == 1 for method in setting.methods):
         return None
-    ends = {m.label: [float(r.metrics[-1]["accuracy"]) for r in m.runs] for m in setting.methods}
+    ends = {m.label: [run.accuracies[-1] for run in m.runs] for m in setting.methods}
     return Picture(
         _named("every_seed", setting),
         "Accuracy of every seed",

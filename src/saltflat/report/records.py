@@ -28,7 +28,7 @@ _NEEDED = ("model", "seed", "epochs", "method.name", "data.name", "data.label_no
 _ASIDE = frozenset(
     (
         *("device", "timeout", "data.root", "data.workers"),
-        *("checkpoint_every", "track_sharpness", "snapshot_every", "log"),
+        *("checkpoint_every", "evaluate_every", "track_sharpness", "snapshot_every", "log"),
     )
 )
 """Where and how a run is made and recorded; the run itself is the same."""
@@ -57,6 +57,16 @@ class Run:
     @property
     def complete(self) -> bool:
         return bool(self.result)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of the epochs that were tested."""
+        return [float(line["accuracy"]) for line in self.metrics if "accuracy" in line]
+
+    @property
+    def epochs(self) -> int:
+        """How many are done; they need not all be in the metrics."""
+        return int(self.metrics[-1]["epoch"]) + 1
 
     @property
     def command(self) -> str:
@@ -180,12 +190,13 @@ def read_run(folder: Path) -> Run:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n") and not result.exists():
         del lines[-1]  # which is being written
-    if not lines:
-        raise ValueError(f"{folder} has no epoch yet: wait for its first, or leave it out")
+    metrics = [_parsed(line, path) for line in lines]
+    if not any("accuracy" in line for line in metrics):
+        raise ValueError(f"{folder} has no tested epoch yet: wait for its first, or leave it out")
     return Run(
         folder,
         _config(folder / "config.json"),
-        [_parsed(line, path) for line in lines],
+        metrics,
         _json(result) if result.exists() else {},
         *(_surface(folder / f"{name}.npz") for name in ("landscape", "landscape_line")),
     )
@@ -284,7 +295,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _row(runs: list[Run]) -> dict[str, Any]:
     """What a comparison's row says, as far as runs alone can: lowest and highest, no interval."""
-    accuracies = [float(run.metrics[-1]["accuracy"]) for run in runs]
+    accuracies = [run.accuracies[-1] for run in runs]
 
     def mean(key: str) -> float | None:
         values = [run.result[key] for run in runs if run.result.get(key) is not None]
@@ -298,14 +309,14 @@ def _row(runs: list[Run]) -> dict[str, Any]:
             "high": max(accuracies),
             "n": len(runs),
         },
-        "best": fmean(max(float(line["accuracy"]) for line in run.metrics) for run in runs),
+        "best": fmean(run.result.get("best_accuracy") or max(run.accuracies) for run in runs),
         "teacher": mean("teacher_accuracy"),
         "difference": None,
         "images_per_second": mean("images_per_second"),
         "speed": None,
         "extra_bytes": mean("extra_bytes"),
         "sharpness": mean("sharpness"),
-        "epochs": min(len(run.metrics) for run in runs),
+        "epochs": min(run.epochs for run in runs),
     }
 
 

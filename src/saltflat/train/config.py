@@ -184,6 +184,8 @@ class Config:
     """Under torchrun: seconds until a process that is not heard of is given up."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
+    evaluate_every: int = 1
+    """Epochs between looks at the test set; the last epoch always has one."""
     track_sharpness: int = 0
     """Epochs between measurements of SAM's sharpness on 1024 training images; 0: none."""
     snapshot_every: int = 0
@@ -202,6 +204,10 @@ class Config:
         require(
             self.checkpoint_every >= 1,
             f"checkpoint_every must be at least 1, got {self.checkpoint_every}",
+        )
+        require(
+            self.evaluate_every >= 1,
+            f"evaluate_every must be at least 1, got {self.evaluate_every}",
         )
         require(
             self.track_sharpness >= 0,

@@ -45,7 +45,7 @@ class Run:
     accuracy: float
     """Of the model on the test set after the last epoch, in percent."""
     best_accuracy: float
-    """Of its best epoch, which was chosen on the test set."""
+    """Of its best epoch of those that were tested, which was chosen on the test set."""
     teacher_accuracy: float | None
     """Of the moving average after the last epoch, where there is one."""
     seconds: float
@@ -160,8 +160,10 @@ def running(
                 **{name: total / ranks.size for name, total in ranks.sum(means).items()},
                 "lr": float(state.training.optimizer.param_groups[0]["lr"]),
                 "seconds": state.seconds,
-                **accuracies(config, test_set, state.models(), device),
             }
+            if (epoch + 1) % config.evaluate_every == 0 or epoch + 1 == config.epochs:
+                figures_of_epoch |= accuracies(config, test_set, state.models(), device)
+                state.best = max(state.best, figures_of_epoch["accuracy"])
             if config.track_sharpness and (epoch + 1) % config.track_sharpness == 0:
                 figures_of_epoch["sharpness"] = sharpness(state.whole_model())
             metrics.append({"epoch": epoch, **figures_of_epoch})
@@ -169,7 +171,6 @@ def running(
                 write_metrics(run, metrics)
             for tracker in trackers:
                 tracker.write(epoch, figures_of_epoch)
-            state.best = max(state.best, figures_of_epoch["accuracy"])
             state.epoch, state.step = epoch + 1, 0
             state.sums.zero_()
             if state.epoch % config.checkpoint_every == 0 or state.epoch == config.epochs:
