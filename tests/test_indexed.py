@@ -1,3 +1,4 @@
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -110,11 +111,10 @@ def test_a_loader_that_makes_no_batches():
 
 def test_a_loader_that_cannot_be_made_again():
     class Ours(DataLoader):
-        def __init__(self, size):
-            super().__init__(Squares(), size)
+        """Which would lose what is its own."""
 
-    with pytest.raises(TypeError, match=r"Ours does not take.*build it over with_index\(dataset\)"):
-        indexed_loader(Ours(4))
+    with pytest.raises(TypeError, match=r"Ours is a class of its own.*over with_index\(dataset\)"):
+        indexed_loader(Ours(Squares(), 4))
     with pytest.raises(TypeError, match="takes a DataLoader, got a dict"):
         indexed_loader({"one": DataLoader(Squares(), 4)})
 
@@ -147,4 +147,38 @@ def test_a_column_for_dictionaries():
     rows = [{"x": 4}, {"x": 9}]
     data = with_index_column(rows)
     assert list(data) == data.__getitems__([0, -1]) == [{"x": 4, "index": 0}, {"x": 9, "index": 1}]
-    assert with_index_column(data) is data
+    own = with_index_column([{"x": 4, "index": 7}])
+    assert own[0] == with_index_column(own)[0] == {"x": 4, "index": 7}
+
+
+def test_no_sample_is_looked_at():
+    """Or one that draws random numbers would have the training begin with others."""
+
+    class Careful(list):
+        def __getitem__(self, index):
+            raise AssertionError("looked")
+
+    assert len(with_index_column(Careful([{"x": 1}]))) == 1
+    looked = []
+    data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
+    with_index_column(data.with_transform(lambda rows: looked.append(rows) or rows))
+    assert not looked
+
+
+def test_columns_of_datasets():
+    data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
+    expected = [{"x": 1, "index": 0}, {"x": 2, "index": 1}, {"x": 3, "index": 2}]
+    assert list(with_index_column(data)) == expected
+    numbered = data.add_column("index", [5, 3, 4])
+    assert with_index_column(numbered) is numbered
+    only_x = data.with_format("torch", columns=["x"])
+    assert [row["index"] for row in with_index_column(only_x)] == [0, 1, 2]
+    doubled = data.with_transform(lambda rows: {"y": [2 * x for x in rows["x"]]})
+    assert list(with_index_column(doubled)) == [{"index": i, "y": 2 * i + 2} for i in range(3)]
+
+
+@pytest.mark.parametrize("column", [[0, 1, 0], ["a", "b", "c"], [0.0, 1.0, 2.0], [[0], [1], [2]]])
+def test_a_column_that_does_not_number_the_samples(column):
+    data = datasets.Dataset.from_dict({"x": [1, 2, 3], "index": column})
+    with pytest.raises(ValueError, match=r"'index' must hold a whole number .*remove_columns"):
+        with_index_column(data)

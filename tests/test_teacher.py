@@ -1,6 +1,7 @@
 import copy
 import gc
 import weakref
+from types import MethodType
 
 import pytest
 import torch
@@ -23,6 +24,55 @@ def moved(model, seed):
 
 def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class Whole(nn.Module):
+    """With its own way to be copied, as Lightning's modules, which leaves nothing out."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+
+def compiled_forward(model):
+    """As Lightning has the module of a torch.compile(module)."""
+    model.forward = torch._dynamo.optimize("eager")(model.forward)
+
+
+def bound_method(model):
+    """As Accelerate has one that runs under autocast."""
+    model.forward = MethodType(lambda self, x: self.net(x), model)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.compile(backend="eager"), compiled_forward, bound_method]
+)
+def test_the_copy_runs_its_own_weights(change):
+    model = Whole()
+    x = torch.randn(4, 6)
+    model(x)
+    change(model)
+    teacher = EMATeacher(model)
+    before = teacher(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert torch.equal(teacher(x), before)
+    assert not torch.equal(model.eval()(x), before)
+
+
+def test_a_forward_that_would_run_the_model_is_refused():
+    model = Whole()
+    body = model.net.forward
+    model.net.forward = lambda x: body(2 * x)
+    with pytest.raises(ValueError, match=r"net.forward is a function that was put on the object"):
+        EMATeacher(model)
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.99])

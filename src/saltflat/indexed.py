@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -34,31 +35,45 @@ def with_index(dataset: Dataset[Any]) -> Dataset[tuple[Any, ...]]:
 def with_index_column(dataset: Any) -> Any:
     """A dataset of dictionaries that have their index as "index"; one that is there stays.
 
+    No sample is looked at, so that one with random augmentation draws no number for it.
+
     Args:
         dataset: A dataset of the `datasets` library, or any map-style dataset of dictionaries.
 
     Raises:
         TypeError: If the dataset is iterable-style.
+        ValueError: If its column "index" does not number the samples.
 
     Example:
         >>> with_index_column([{"text": "cat"}, {"text": "dog"}])[1]
-        {'text': 'dog', 'index': 1}
+        {'index': 1, 'text': 'dog'}
     """
     keyed = _Keyed(dataset)
-    if len(keyed) and "index" in dataset[0]:
-        return dataset
-    if hasattr(dataset, "add_column"):
-        added = dataset.add_column("index", list(range(len(keyed))))
-        if not len(keyed) or "index" in added[0]:  # and no transform leaves it out
-            return added
-    return keyed
+    if not hasattr(dataset, "add_column"):
+        return keyed
+    if "index" in dataset.column_names:
+        _require_numbers(dataset.with_format("numpy")["index"][:])
+        numbered = dataset
+    else:
+        numbered = dataset.add_column("index", list(range(len(keyed))))
+    shown = numbered.format  # a transform, or a choice of columns, may leave it out
+    return numbered if shown["type"] != "custom" and "index" in shown["columns"] else keyed
+
+
+def _require_numbers(column: Any) -> None:
+    values = np.asarray(column)
+    if values.dtype.kind not in "iu" or values.ndim != 1 or len(np.unique(values)) < len(values):
+        raise ValueError(
+            "the column 'index' must hold a whole number for each sample, none of them twice: "
+            "have it made anew, dataset.remove_columns('index')"
+        )
 
 
 def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader that yields (index, batch) for each batch of another, which is made elsewhere.
 
     The batch is what the loader's own collate function makes of the samples alone. Order, workers
-    and all other settings of a DataLoader stay. A loader whose samples carry their index already
+    and all other settings stay. A loader whose samples carry their index already
     is given back as it is.
 
     Args:
@@ -66,20 +81,26 @@ def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
     Raises:
         TypeError: If the dataset is iterable-style; or if it is not a DataLoader, or one of a class
-            of its own that cannot be built with a DataLoader's arguments.
+            of its own.
         ValueError: If the loader does not make batches.
 
     Example:
         >>> list(indexed_loader(DataLoader(["cat", "dog", "cow"], batch_size=2)))
         [(tensor([0, 1]), ['cat', 'dog']), (tensor([2]), ['cow'])]
     """
+    kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"indexed_loader takes a DataLoader, got a {type(loader).__name__}: an index is a "
-            "place in one dataset, so load several as one, ConcatDataset([...])"
+            f"indexed_loader takes a DataLoader, got a {kind}: an index is a place in one dataset, "
+            "so load several as one, ConcatDataset([...])"
         )
     if isinstance(loader.dataset, _Numbered):
         return loader
+    if type(loader) is not DataLoader:
+        raise TypeError(
+            f"{kind} is a class of its own, whose settings are not known here: build it over "
+            "with_index(dataset) instead"
+        )
     numbered = _Numbered(loader.dataset)
     batches = loader.batch_sampler
     if batches is None:
@@ -88,14 +109,7 @@ def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     if type(batches) is BatchSampler:  # whose parts another sampler may be put between
         order = {name: getattr(loader, name) for name in ("batch_size", "sampler", "drop_last")}
     others = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
-    collate = _Collate(loader.collate_fn)
-    try:
-        return type(loader)(numbered, collate_fn=collate, **order, **others)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(loader).__name__} does not take a DataLoader's arguments, so it cannot be made "
-            "again with an index: build it over with_index(dataset) instead"
-        ) from error
+    return DataLoader(numbered, collate_fn=_Collate(loader.collate_fn), **order, **others)
 
 
 def split_index(batch: Any) -> tuple[Tensor, Any]:
@@ -184,14 +198,14 @@ class _WithIndex(_Numbered):
 
 
 class _Keyed(_Numbered):
-    """Yields {**sample, "index": index}."""
+    """Yields {"index": index, **sample}."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         number, sample = super().__getitem__(index)
-        return {**sample, "index": number}
+        return {"index": number, **sample}
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [{**sample, "index": i} for i, sample in super().__getitems__(indices)]
+        return [{"index": i, **sample} for i, sample in super().__getitems__(indices)]
 
 
 def _flat(index: int, sample: Any) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ class EMATeacher(nn.Module):
         process_group: The processes that train together; the default group unless said.
 
     Raises:
-        ValueError: If the decay is not within [0, 1].
+        ValueError: If the decay is not within [0, 1], or a copy of the model would run the model.
 
     Example:
         >>> import torch
@@ -94,7 +94,7 @@ class EMATeacher(nn.Module):
         self._group = Group(process_group)
         self._alike = False
         """Whether the teachers of several processes have been made the same."""
-        self.module = copy.deepcopy(_unwrapped(model)).requires_grad_(False)
+        self.module = _copied(_unwrapped(model)).requires_grad_(False)
         self.eval()
         tensors = {name: holder[key] for name, (holder, key) in _slots(self.module).items()}
         # Decided once and kept in the state: a value may become finite later.
@@ -350,6 +350,24 @@ def _too_coarse(ours: dict[str, _Slot], precise: dict[str, _Slot]) -> str | None
 def _flat(name: str) -> str:
     """A parameter's name as a buffer's, which may not have dots."""
     return name.replace(".", "/")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy that runs its own weights: functions are not copied, and one may know the model."""
+    twin = copy.deepcopy(model)
+    for (name, theirs), own in zip(model.named_modules(), twin.modules(), strict=True):
+        vars(own).pop("_compiled_call_impl", None)  # which some modules, as Lightning's, copy
+        forward = vars(own).get("forward")
+        if forward is None or forward is not vars(theirs)["forward"]:
+            continue  # a method is bound to the copy
+        inner = getattr(forward, "_torchdynamo_orig_callable", None)
+        if getattr(inner, "__func__", None) is not type(own).forward:
+            raise ValueError(
+                f"{name or type(model).__name__}.forward is a function that was put on the object, "
+                "and in a copy would still run the model itself: define it in a class"
+            )
+        del own.forward  # torch.compile's, of the model
+    return twin
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
