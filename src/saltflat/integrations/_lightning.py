@@ -35,8 +35,14 @@ class TermCallback(Callback):
         self.settings = settings
         self.term: SAF | MESA | None = None
         """Built when the model is where it will be trained."""
+        self._module: LightningModule | None = None
         self._loaded: dict[str, Any] = {}
         self._undo: list[Callable[[], None]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        continues = trainer.global_step > 0 and self._module is pl_module
+        if stage == "fit" and not continues:  # what a checkpoint has is loaded after this
+            self.term, self._loaded = None, {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_step(self, pl_module, by_hand="saltflat.SAF or saltflat.MESA")
@@ -44,6 +50,7 @@ class TermCallback(Callback):
             raise ValueError("a fit takes one SAFCallback or MESACallback, not several")
         if self.term is None:
             self.term = self._build(pl_module.get_submodule(self.network))
+            self._module = pl_module
         if self._loaded:
             self.term.load_state_dict(self._loaded)
             self._loaded = {}

@@ -1,0 +1,78 @@
+"""Whose term a Lightning fit has: its own, but where it continues another."""
+
+import copy
+
+import pytest
+import torch
+from lightning_fits import Module, callback, fit, loader
+from problems import same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*will add nothing"),
+]
+both = pytest.mark.parametrize("method", ["saf", "mesa"])
+
+
+def other():
+    """A module of other weights."""
+    module = Module()
+    torch.nn.init.ones_(module.net[0].weight)
+    return module
+
+
+@both
+@pytest.mark.parametrize("before", [{"fast_dev_run": True}, {"epochs": 1}, {"epochs": 3}])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_callback_that_is_used_again_does_what_a_new_one_does(method, before, again):
+    used, first = callback(method), other()
+    fit(first, [used], loader(method == "saf"), **before)
+    module = first if again else Module()
+    twin, new = copy.deepcopy(module), callback(method)
+    fit(twin, [new], loader(method == "saf"))
+    fit(module, [used], loader(method == "saf"))
+    assert same(module.losses[-12:], twin.losses[-12:])
+    assert same(dict(used.state_dict()), dict(new.state_dict()))
+
+
+@both
+def test_a_fit_does_not_begin_with_what_was_loaded_to_validate(method, tmp_path):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self(batch[0]).sum())
+
+    trainer = fit(other(), [callback(method)], loader(method == "saf"), epochs=1)
+    trainer.save_checkpoint(tmp_path / "one")
+    expected, new = Validated(), callback(method)
+    fit(expected, [new], loader(method == "saf"))
+    used = callback(method)
+    trainer = fit(Validated(), [used], loader(method == "saf"), epochs=0)
+    trainer.validate(Validated(), loader(False), ckpt_path=tmp_path / "one", verbose=False)
+    module = Validated()
+    fit(module, [used], loader(method == "saf"))
+    assert same(module.losses, expected.losses)
+    assert same(dict(used.state_dict()), dict(new.state_dict()))
+
+
+def plain(module):
+    """An optimizer without a state, for Lightning makes a new one when it fits on."""
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@both
+def test_a_trainer_that_fits_on_keeps_the_term_of_the_same_module_alone(method):
+    straight, whole = Module(plain), callback(method)
+    fit(straight, [whole], loader(method == "saf"))
+    module, added = Module(plain), callback(method)
+    trainer = fit(module, [added], loader(method == "saf"), epochs=2)
+    term, trainer.fit_loop.max_epochs = added.term, 4
+    trainer.fit(module, loader(method == "saf"))
+    assert added.term is term
+    assert same(module.losses, straight.losses)
+    assert same(dict(added.state_dict()), dict(whole.state_dict()))
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(other(), loader(method == "saf"))
+    assert added.term is not term
+    if method == "mesa":
+        assert added.term.teacher.updates == 3
