@@ -2,9 +2,10 @@
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_fits import Module, callback, fit, loader
+from lightning_fits import Module, ResumableLoader, callback, fit, loader
 from problems import same
 
 pytestmark = [
@@ -76,3 +77,18 @@ def test_a_trainer_that_fits_on_keeps_the_term_of_the_same_module_alone(method):
     assert added.term is not term
     if method == "mesa":
         assert added.term.teacher.updates == 3
+
+
+@both
+@pytest.mark.filterwarnings("ignore:Be aware")
+def test_a_checkpoint_without_the_term_in_the_middle_of_an_epoch(method, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(Module(), [saver], loader(indexed=False, cls=ResumableLoader), epochs=2)
+    batches = loader(method == "saf", cls=ResumableLoader)
+    module, added, path = Module(), callback(method), tmp_path / "epoch=1-step=4.ckpt"
+    with pytest.warns(UserWarning, match="begin with this fit"):
+        fit(module, [added], batches, epochs=3, ckpt_path=path)
+    assert added.term.epoch == 2 and len(module.losses) == 5  # of three steps an epoch
+    assert max(module.metrics[-3:]) > 0
+    if method == "mesa":
+        assert added.term.teacher.updates == 5

@@ -70,6 +70,11 @@ class TermCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, _: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.term is not None
+        if self.term.epoch is None:  # and may stay so: in mid-epoch no on_train_epoch_start follows
+            self.term.set_epoch(trainer.current_epoch)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.term is not None
         self.term.set_epoch(trainer.current_epoch)

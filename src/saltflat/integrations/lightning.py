@@ -53,6 +53,7 @@ class SAFCallback(TermCallback):
         self._undo.append(stand_before(owner, name, partial(self._take_index, trainer)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         loader = trainer.train_dataloader
         if isinstance(loader, list | tuple | dict):
             raise ValueError(
@@ -94,6 +95,7 @@ class MESACallback(TermCallback):
         self._steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._steps = trainer.global_step
 
     def on_train_batch_end(
