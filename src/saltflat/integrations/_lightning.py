@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil, isfinite
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,12 +55,6 @@ class TermCallback(Callback):
         if self._loaded:
             self.term.load_state_dict(self._loaded)
             self._loaded = {}
-        epochs, start = trainer.max_epochs, self.term.start_epoch
-        if epochs is not None and 0 <= epochs <= start:  # -1: without end
-            rank_zero_warn(
-                f"{type(self).__name__} will add nothing: it has start_epoch={start}, but the fit "
-                f"ends after max_epochs={epochs}"
-            )
         step = partial(self._training_step, pl_module, self.term)
         self._undo = [stand_before(pl_module, "training_step", step)]
 
@@ -74,6 +69,7 @@ class TermCallback(Callback):
         assert self.term is not None
         if self.term.epoch is None:  # and may stay so: in mid-epoch no on_train_epoch_start follows
             self.term.set_epoch(trainer.current_epoch)
+        _warn_if_in_vain(self.term, trainer, type(self).__name__)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.term is not None
@@ -136,3 +132,18 @@ class TermCallback(Callback):
 
     def _loss(self, term: Any, call: Call) -> Tensor:
         raise NotImplementedError
+
+
+def _warn_if_in_vain(term: SAF | MESA, trainer: Trainer, name: str) -> None:
+    first = max(term.start_epoch, term.memory.lag if isinstance(term, SAF) else 0)
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= first:  # -1: without end
+        end = f"max_epochs={trainer.max_epochs}"
+    elif isfinite(steps) and 0 <= trainer.max_steps <= first * ceil(steps):
+        end = f"max_steps={trainer.max_steps}, of {ceil(steps)} an epoch"
+    else:
+        return
+    rank_zero_warn(
+        f"{name} will add nothing: it begins in epoch {first}, and the fit ends with {end}: lower "
+        f"start_epoch{' or lag' if isinstance(term, SAF) else ''}, or train for longer"
+    )
