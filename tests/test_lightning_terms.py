@@ -1,12 +1,15 @@
-"""Whose term a Lightning fit has: its own, but where it continues another."""
+"""Which term a Lightning fit has: its own, unless it continues; and what its teacher knows."""
 
 import copy
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_fits import Module, ResumableLoader, callback, fit, loader
+from lightning_fits import MESA_SETTINGS, Module, ResumableLoader, callback, fit, loader, sgd
 from problems import same
+from torch.nn.functional import cross_entropy
+
+from saltflat import MESA, trajectory_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
@@ -92,3 +95,95 @@ def test_a_checkpoint_without_the_term_in_the_middle_of_an_epoch(method, tmp_pat
     assert max(module.metrics[-3:]) > 0
     if method == "mesa":
         assert added.term.teacher.updates == 5
+
+
+class Scheduled(Module):
+    """Sharpens its logits as the epochs go."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(self.trainer.current_epoch)
+        return self.net(x) * (1 + self.current_epoch)
+
+
+class Logs(Scheduled):
+    """Logs from `forward`."""
+
+    def forward(self, x):
+        self.log("one", float(self.training))
+        self.log_dict({"another": float(self.training)})
+        return super().forward(x)
+
+
+class Around(Module):
+    """Whose network is a LightningModule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Scheduled()
+        self.net = self.inner.net
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Copies(pl.Callback):
+    """Takes copies of the teacher while the fit runs."""
+
+    def __init__(self, mesa):
+        self.mesa, self.copies = mesa, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.copies.append(copy.deepcopy(self.mesa.term.teacher.module))
+
+
+def by_hand(epochs=4):
+    """The losses of a fit of `Scheduled`, without Lightning."""
+    net = Module().net
+    optimizer, mesa, batches, losses = sgd(net), MESA(net, **MESA_SETTINGS), loader(False), []
+    for epoch in range(epochs):
+        mesa.set_epoch(epoch)
+        batches.sampler.set_epoch(epoch)
+        for x, y in batches:
+            scale = 1 + epoch
+            logits = net(x) * scale
+            loss = cross_entropy(logits, y)
+            if epoch >= mesa.start_epoch:
+                reference = mesa.teacher(x) * scale
+                loss = loss + mesa.weight * trajectory_loss(logits, reference)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mesa.update(net)
+            losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Logs, ""), (Around, ""), (Around, "inner")])
+def test_the_teacher_knows_the_epoch_while_the_fit_runs(kind, name):
+    module, mesa = kind(), callback("mesa", network=name)
+    copies = Copies(mesa)
+    trainer = fit(module, [mesa, copies], loader(indexed=False))
+    torch.testing.assert_close(module.losses, by_hand())
+    teacher = mesa.term.teacher.module
+    nested = teacher.inner if (kind, name) == (Around, "") else teacher
+    assert nested.seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    if kind is Logs:  # and what the teacher would log is not logged
+        assert trainer.callback_metrics["one"] == trainer.callback_metrics["another"] == 1
+    assert module.trainer is trainer
+    assert [each._trainer for each in (teacher, nested, *copies.copies)] == [None] * 6
+    assert "log" not in vars(teacher)
+
+
+def test_the_teacher_forgets_the_trainer_after_an_exception():
+    class Stops(Scheduled):
+        def on_train_epoch_end(self):
+            raise ValueError("enough")
+
+    mesa = callback("mesa")
+    with pytest.raises(ValueError, match="enough"):
+        fit(Stops(), [mesa], loader(indexed=False))
+    assert mesa.term.teacher.module._trainer is None
