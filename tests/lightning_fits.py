@@ -50,6 +50,25 @@ def loader(indexed=True, data=None, cls=DataLoader, batch_size=8, **kwargs):
     return cls(with_index(data) if indexed else data, batch_size, sampler=order, **kwargs)
 
 
+class ResumableLoader(DataLoader):
+    """Says where it is, as torchdata's StatefulDataLoader does."""
+
+    done = start = 0
+
+    def __iter__(self):
+        skip, self.start = self.start, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skip:
+                self.done = number + 1
+                yield batch
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.start = state["done"]
+
+
 def fit(module, callbacks, *data, epochs=4, ckpt_path=None, datamodule=None, **kwargs):
     quiet = {
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),

@@ -3,10 +3,18 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_fits import MESA_SETTINGS, SAF_SETTINGS, Module, callback, fit, loader, sgd
+from lightning_fits import (
+    MESA_SETTINGS,
+    SAF_SETTINGS,
+    Module,
+    ResumableLoader,
+    callback,
+    fit,
+    loader,
+    sgd,
+)
 from problems import CLASSES, SAMPLES, network, same
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 from saltflat import MESA, SAF, sam
 from saltflat.integrations.lightning import SharpnessCallback, indexed_datamodule
@@ -105,25 +113,6 @@ def test_a_fit_that_is_resumed_equals_one_straight_through(method, tmp_path):
     assert same(first.losses + second.losses, straight.losses)
     assert nets_are_equal(second, straight)
     assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
-
-
-class ResumableLoader(DataLoader):
-    """Says where it is, as torchdata's StatefulDataLoader does."""
-
-    done = start = 0
-
-    def __iter__(self):
-        skip, self.start = self.start, 0
-        for number, batch in enumerate(super().__iter__()):
-            if number >= skip:
-                self.done = number + 1
-                yield batch
-
-    def state_dict(self):
-        return {"done": self.done}
-
-    def load_state_dict(self, state):
-        self.start = state["done"]
 
 
 @both

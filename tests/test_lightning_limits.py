@@ -8,10 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 from lightning_fits import Module, callback, fit, loader
-from problems import dataset, same
+from problems import CLASSES, SAMPLES, dataset, same
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
-from saltflat.integrations.lightning import SharpnessCallback, indexed_datamodule
+from saltflat.integrations.lightning import SAFCallback, SharpnessCallback, indexed_datamodule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
@@ -50,15 +51,54 @@ def test_a_step_that_fetches_its_own_batches_is_refused(added):
         fit(Fetches(), [added], loader(indexed=False))
 
 
-@both
-def test_a_term_that_never_starts_is_worth_a_warning(method):
-    with pytest.warns(UserWarning, match="start_epoch=1, but the fit ends after max_epochs=1"):
-        fit(Module(), [callback(method)], loader(method == "saf"), epochs=1)
+def nothing_added(added, **limits):
+    """What a fit, of three batches an epoch, says of a term that never starts."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        fit(Module(), [callback(method)], loader(method == "saf"), epochs=2)
-        fit(Module(), [callback(method)], loader(method == "saf"), epochs=-1, max_steps=2)
-    assert not [each for each in warned if "start_epoch" in str(each.message)]
+        batches = loader(isinstance(added, SAFCallback))
+        trainer = fit(Module(), [added], batches, **limits)
+    said = [str(each.message) for each in warned if "add nothing" in str(each.message)]
+    assert bool(said) == (not trainer.callback_metrics["trajectory_loss"])
+    return said
+
+
+@both
+def test_a_term_that_never_starts_is_worth_a_warning(method):
+    (said,) = nothing_added(callback(method), epochs=1)
+    assert "it begins in epoch 1, and the fit ends with max_epochs=1: lower start_epoch" in said
+    (said,) = nothing_added(callback(method), epochs=None, max_steps=3)
+    assert "ends with max_steps=3, of 3 an epoch" in said
+    (said,) = nothing_added(callback(method), epochs=9, max_steps=2, accumulate_grad_batches=2)
+    assert "ends with max_steps=2, of 2 an epoch" in said
+    (said,) = nothing_added(callback(method), epochs=None, max_steps=1, limit_train_batches=1)
+    assert "ends with max_steps=1, of 1 an epoch" in said
+
+
+@both
+def test_a_term_that_starts_is_not(method):
+    assert not nothing_added(callback(method), epochs=2)
+    assert not nothing_added(callback(method), epochs=-1, max_steps=4)
+    assert not nothing_added(callback(method), epochs=2, max_steps=3, accumulate_grad_batches=2)
+
+
+@pytest.mark.filterwarnings("ignore:start_epoch")
+def test_saf_starts_after_its_lag():
+    (said,) = nothing_added(SAFCallback(SAMPLES, CLASSES, lag=2, start_epoch=1), epochs=2)
+    assert "begins in epoch 2" in said and "or lag" in said
+    assert not nothing_added(SAFCallback(SAMPLES, CLASSES, lag=2, start_epoch=1), epochs=3)
+
+
+@both
+def test_how_many_batches_a_stream_has_is_not_known(method):
+    class Stream(DataLoader):
+        def __len__(self):
+            raise TypeError("a stream has no length")
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        batches = loader(method == "saf", cls=Stream)
+        fit(Module(), [callback(method)], batches, epochs=-1, max_steps=2)
+    assert not [each for each in warned if "add nothing" in str(each.message)]
 
 
 @both

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import ceil, isfinite
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -35,8 +36,14 @@ class TermCallback(Callback):
         self.settings = settings
         self.term: SAF | MESA | None = None
         """Built when the model is where it will be trained."""
+        self._module: LightningModule | None = None
         self._loaded: dict[str, Any] = {}
         self._undo: list[Callable[[], None]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        continues = trainer.global_step > 0 and self._module is pl_module
+        if stage == "fit" and not continues:  # what a checkpoint has is loaded after this
+            self.term, self._loaded = None, {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_step(self, pl_module, by_hand="saltflat.SAF or saltflat.MESA")
@@ -44,15 +51,10 @@ class TermCallback(Callback):
             raise ValueError("a fit takes one SAFCallback or MESACallback, not several")
         if self.term is None:
             self.term = self._build(pl_module.get_submodule(self.network))
+            self._module = pl_module
         if self._loaded:
             self.term.load_state_dict(self._loaded)
             self._loaded = {}
-        epochs, start = trainer.max_epochs, self.term.start_epoch
-        if epochs is not None and 0 <= epochs <= start:  # -1: without end
-            rank_zero_warn(
-                f"{type(self).__name__} will add nothing: it has start_epoch={start}, but the fit "
-                f"ends after max_epochs={epochs}"
-            )
         step = partial(self._training_step, pl_module, self.term)
         self._undo = [stand_before(pl_module, "training_step", step)]
 
@@ -62,6 +64,12 @@ class TermCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, _: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.term is not None
+        if self.term.epoch is None:  # and may stay so: in mid-epoch no on_train_epoch_start follows
+            self.term.set_epoch(trainer.current_epoch)
+        _warn_if_in_vain(self.term, trainer, type(self).__name__)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.term is not None
@@ -124,3 +132,18 @@ class TermCallback(Callback):
 
     def _loss(self, term: Any, call: Call) -> Tensor:
         raise NotImplementedError
+
+
+def _warn_if_in_vain(term: SAF | MESA, trainer: Trainer, name: str) -> None:
+    first = max(term.start_epoch, term.memory.lag if isinstance(term, SAF) else 0)
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= first:  # -1: without end
+        end = f"max_epochs={trainer.max_epochs}"
+    elif isfinite(steps) and 0 <= trainer.max_steps <= first * ceil(steps):
+        end = f"max_steps={trainer.max_steps}, of {ceil(steps)} an epoch"
+    else:
+        return
+    rank_zero_warn(
+        f"{name} will add nothing: it begins in epoch {first}, and the fit ends with {end}: lower "
+        f"start_epoch{' or lag' if isinstance(term, SAF) else ''}, or train for longer"
+    )

@@ -53,6 +53,7 @@ class SAFCallback(TermCallback):
         self._undo.append(stand_before(owner, name, partial(self._take_index, trainer)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         loader = trainer.train_dataloader
         if isinstance(loader, list | tuple | dict):
             raise ValueError(
@@ -93,7 +94,17 @@ class MESACallback(TermCallback):
         super().__init__(network, settings)
         self._steps = 0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        assert isinstance(self.term, MESA)
+        copy = self.term.teacher.module
+        if isinstance(copy, LightningModule):  # which Lightning does not know, but forward may ask
+            copy.trainer = trainer
+            self._undo.append(lambda: setattr(copy, "trainer", None))
+            self._undo.append(stand_before(copy, "log", lambda *args, **kwargs: None))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._steps = trainer.global_step
 
     def on_train_batch_end(
