@@ -23,14 +23,17 @@ def _changes(base: str, changes: list[str], *others: str) -> tuple[str, ...]:
 
 
 RESNET = "cifar100_resnet18"
+_CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
-_DIGITS = [
-    *("method=saf", "method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
+_DIGITS = (
+    *("method=base", "method=sam", "method=saf"),
+    *("method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
     *(f"method=mesa method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
     *(f"method=mesa method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
     "method=mesa method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
-]
+    *(f"method={name}" for name in _CONTROLS),
+)
 STUDIES = {
     "table": Study(
         "CIFAR-100, ResNet-18, 200 epochs, the paper's settings",
@@ -40,10 +43,7 @@ STUDIES = {
         "The controls: CIFAR-100, ResNet-18, 200 epochs",
         _changes(
             f"{RESNET}_base",
-            [
-                f"method={name}"
-                for name in ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
-            ],
+            [f"method={name}" for name in _CONTROLS],
             f"{RESNET}_saf",
         ),
     ),
@@ -95,15 +95,11 @@ STUDIES = {
         ),
     ),
     "digits": Study(
-        "MESA's settings: 1,000 clean digits, 40 epochs",
-        _changes(
-            "digits_noisy data.label_noise=0.0 method=base",
-            [],
-            *(f"digits_noisy data.label_noise=0.0 {method}" for method in _DIGITS),
-        ),
+        "1,000 clean digits, 40 epochs",
+        tuple(f"digits_noisy data.label_noise=0.0 {method}" for method in _DIGITS),
     ),
     "digits_noisy": Study(
-        "MESA's settings: 1,000 digits, a fifth of the labels wrong, 40 epochs",
-        _changes("digits_noisy method=base", [], *(f"digits_noisy {method}" for method in _DIGITS)),
+        "1,000 digits, a fifth of the labels wrong, 40 epochs",
+        tuple(f"digits_noisy {method}" for method in _DIGITS),
     ),
 }
