@@ -111,13 +111,20 @@ def keep(args: argparse.Namespace) -> None:
         for result in folder.glob(f"*/{RESULT}"):
             rows = [row for row in read_metrics(result.parent) if (row["epoch"] + 1) % EVERY == 0]
             known[result.parent.name] = {
-                "config": read_json(result.parent / CONFIG),
+                "config": in_full(read_json(result.parent / CONFIG)),
                 "result": read_json(result),
                 "metrics": [{k: _rounded(v) for k, v in row.items()} for row in rows],
             }
         lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in sorted(known))
         write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
         print(file)
+
+
+def in_full(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with every setting of its method, as defaults may change."""
+    method = config["method"]
+    settings = {**METHODS[method["name"]].settings(), **method["settings"]}
+    return {**config, "method": {**method, "settings": settings}}
 
 
 def unpack(args: argparse.Namespace) -> None:
@@ -149,15 +156,15 @@ def table(study: Study, kept: Path = KEPT) -> str:
         if not (found := results(line, kept)):
             continue
         accuracy = judged(line, kept)
-        common = sorted(accuracy.keys() & base.keys())
-        difference = paired([accuracy[s] for s in common], [base[s] for s in common])
+        common = [] if line == first else sorted(accuracy.keys() & base.keys())
+        pairs = [accuracy[seed] for seed in common], [base[seed] for seed in common]
         teachers = [r["teacher_accuracy"] for r in found.values() if r["teacher_accuracy"]]
         rows.append(
             [
                 f"`{line}`",
                 " ".join(map(str, accuracy)),
                 _shown(interval(list(accuracy.values()))),
-                "" if line == first else _shown(difference),
+                _shown(paired(*pairs)) if common else "",
                 f"{fmean(r['best_accuracy'] for r in found.values()):.2f}",
                 f"{fmean(teachers):.2f}" if teachers else "",
                 f"{fmean(r['sharpness'] for r in found.values()):.4f}",

@@ -13,6 +13,7 @@ from saltflat.train.files import to_json
 from saltflat.train.folder import read_config
 from saltflat.train.log import read_metrics
 from saltflat.train.loop import fit
+from saltflat.train.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -44,7 +45,7 @@ def test_a_kept_run_is_the_recipe_with_its_changes(line):
     named = {option.split("=")[0] for option in line.split()[1:]}
     for seed, run in KEPT[accuracy.folder_of(line)].items():
         meant = accuracy.config_of(line, int(seed.removeprefix("seed")))
-        ours = json.loads(to_json(dataclasses.asdict(meant)))
+        ours = json.loads(to_json(accuracy.in_full(dataclasses.asdict(meant))))
         theirs = {**ours, **run["config"], "data": {**ours["data"], **run["config"]["data"]}}
         theirs["data"]["name"] = theirs["data"]["name"].removesuffix(".npz")
         for name in free - named:
@@ -66,21 +67,24 @@ def test_options_of_a_run():
 
 
 def test_runs_are_kept_and_unpacked(tmp_path, capsys):
-    small = Config(DataConfig(train_size=64, batch_size=32), epochs=5)
+    data = DataConfig(train_size=64, batch_size=32)
+    small = Config(data, method=MethodConfig("saf", {"start_epoch": 4}), epochs=5)
     for seed in (0, 1):
         config = dataclasses.replace(small, seed=seed)
-        fit(config, tmp_path / "runs" / "digits_noisy-method_base" / f"seed{seed}")
+        fit(config, tmp_path / "runs" / "digits_noisy-method_saf" / f"seed{seed}")
     kept = tmp_path / "kept"
     for command in (["keep", tmp_path / "runs", "--out", kept], ["unpack", tmp_path / "back"]):
         words = [str(word) for word in command] + ["--kept", str(kept)] * (command[0] == "unpack")
         accuracy.main(words)
-    back = tmp_path / "back" / "digits_noisy-method_base" / "seed1"
-    assert read_config(back) == dataclasses.replace(small, seed=1)
+    back = tmp_path / "back" / "digits_noisy-method_saf" / "seed1"
+    again = read_config(back)
+    assert again == dataclasses.replace(small, seed=1, method=again.method)
+    assert again.method.settings == {**METHODS["saf"].settings(), "start_epoch": 4}
     assert [row["epoch"] for row in read_metrics(back)] == [4]
-    runs = accuracy.judged("digits_noisy method=base", kept)
+    runs = accuracy.judged("digits_noisy method=saf", kept)
     assert list(runs) == [0, 1]
-    assert str(tmp_path) not in (kept / "digits_noisy-method_base.json").read_text()
+    assert str(tmp_path) not in (kept / "digits_noisy-method_saf.json").read_text()
     capsys.readouterr()
     accuracy.main(["tables", "--kept", str(kept)])
     said = capsys.readouterr().out
-    assert f"| `digits_noisy method=base` | 0 1 | {sum(runs.values()) / 2:.2f} [" in said
+    assert f"| `digits_noisy method=saf` | 0 1 | {sum(runs.values()) / 2:.2f} [" in said
