@@ -240,3 +240,15 @@ def test_a_bad_batch_changes_nothing(logits, index, message):
         saf(logits, index)
     for name, tensor in saf.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # where the lag is longer
+@pytest.mark.parametrize(("lag", "start_epoch", "first"), [(3, 1, 3), (1, 2, 2), (2, 0, 2)])
+def test_the_first_epoch_that_has_a_loss(lag, start_epoch, first):
+    saf = SAF(2, 3, lag=lag, start_epoch=start_epoch)
+    torch.manual_seed(0)
+    seen = []
+    for epoch in range(5):
+        saf.set_epoch(epoch)
+        seen.append(bool(saf(torch.randn(2, 3), torch.arange(2)) > 0))
+    assert seen.index(True) == saf.first_epoch == first

@@ -54,6 +54,11 @@ class TrajectoryTerm(Clocked):
         return int(self._nonfinite)
 
     @property
+    def first_epoch(self) -> int:
+        """The first epoch that can have a loss."""
+        return self.start_epoch
+
+    @property
     def started(self) -> bool:
         """Whether the loss is added in this epoch."""
         return bool(self._started)

@@ -118,6 +118,11 @@ class SAF(TrajectoryTerm):
                 stacklevel=2,
             )
 
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch that can have a loss: one with outputs of `lag` epochs ago."""
+        return max(self.start_epoch, self.memory.lag)
+
     def forward(self, logits: Tensor, index: Tensor) -> Tensor:
         """Weighted trajectory loss of a batch; records its outputs.
 

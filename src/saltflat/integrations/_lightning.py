@@ -135,7 +135,7 @@ class TermCallback(Callback):
 
 
 def _warn_if_in_vain(term: SAF | MESA, trainer: Trainer, name: str) -> None:
-    first = max(term.start_epoch, term.memory.lag if isinstance(term, SAF) else 0)
+    first = term.first_epoch
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches  # of an epoch
     if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= first:  # -1: without end
         end = f"max_epochs={trainer.max_epochs}"

@@ -41,7 +41,7 @@ class Follow(TrainerCallback):
                 f"the term is in epoch {term.epoch}, and training begins in epoch {self.epoch}: "
                 "give the Trainer a new one, trainer.term = ..., or resume_from_checkpoint"
             )
-        first = max(term.start_epoch, term.memory.lag if isinstance(term, SAF) else 0)
+        first = term.first_epoch
         if first >= state.num_train_epochs:
             warnings.warn(
                 f"the trajectory loss begins in epoch {first}, and training ends after "
