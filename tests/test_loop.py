@@ -232,6 +232,15 @@ def test_adamw_and_weight_decay_of_matrices_alone(tmp_path):
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
 
 
+def test_a_run_of_before_there_was_an_option_is_still_the_same(tmp_path):
+    written = json.loads(json.dumps(asdict(SMALL)))
+    del written["evaluate_every"], written["data"]["holdout"], written["optimizer"]["nesterov"]
+    (tmp_path / folder.CONFIG).write_text(json.dumps(written))
+    folder.check_folder(tmp_path, SMALL)
+    with pytest.raises(ValueError, match="another config"):
+        folder.check_folder(tmp_path, replace(SMALL, data=replace(SMALL.data, holdout=5)))
+
+
 def test_the_config_is_beside_the_run_and_another_is_refused(tmp_path):
     config = of("saf")
     fit(config, tmp_path)

@@ -24,6 +24,8 @@ def check_folder(run: Path, config: Config) -> None:
         return
     ours, default = (json.loads(to_json(dataclasses.asdict(c))) for c in (config, Config()))
     theirs = {**default, **read_json(run / CONFIG)}  # what it does not say was not there to say
+    for section in ("data", "optimizer"):
+        theirs[section] = {**default[section], **theirs[section]}
     differing = [
         f"{name} is {theirs[name]!r} there"
         for name in ours
