@@ -271,3 +271,15 @@ def test_logits_of_another_shape():
     memory.set_epoch(0)
     with pytest.raises(ValueError, match=r"\(2, 4\) for an index of length 2, got \(2, 5\)"):
         memory.write(memory.locate(torch.tensor([0, 1])), torch.zeros(2, 5))
+
+
+def test_a_loaded_table_follows_the_logits_all_the_same():
+    """A checkpoint is read into host memory; only a table that stays there is reached by copies."""
+    full = OutputMemory(SAMPLES, CLASSES, lag=1)
+    full.set_epoch(0)
+    full.write(full.locate(torch.arange(SAMPLES)), torch.ones(SAMPLES, CLASSES))
+    for place, travels in ((None, False), ("cpu", True)):
+        memory = OutputMemory(SAMPLES, CLASSES, lag=1, device=place)
+        memory.load_state_dict(full.state_dict())
+        assert memory._crosses(torch.device("cuda")) == travels
+        assert not memory._crosses(torch.device("cpu"))

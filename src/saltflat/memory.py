@@ -344,8 +344,9 @@ class OutputMemory(Rings):
         return {**self.__dict__, "_traffic": None}
 
     def _crosses(self, device: torch.device) -> bool:
-        """Whether rows travel between a GPU and a table in host memory."""
-        return device.type == "cuda" and self._table.device.type == "cpu"
+        """Whether rows travel between a GPU and a table that stays in host memory."""
+        stays = not self._follows_logits and self._table.device.type == "cpu"
+        return stays and device.type == "cuda"
 
     def _take_place(self, device: torch.device) -> None:
         if self._table.is_meta:

@@ -69,6 +69,21 @@ def test_a_store_in_host_memory_gives_the_same_bits(storage, place, tmp_path):
 
 
 @pytest.mark.parametrize("storage", CODECS)
+def test_a_table_loaded_from_host_memory_follows_the_logits(storage):
+    saved = make(storage)
+    trace(saved)
+    state = {name: tensor.cpu() for name, tensor in saved.state_dict().items()}
+    loaded = make(storage)
+    loaded.load_state_dict(state)
+    index, logits = torch.arange(BATCH), outputs(7)
+    for saf in (saved, loaded):
+        saf.set_epoch(5)
+        saf.prefetch(index, CUDA)
+    assert torch.equal(loaded(logits, index), saved(logits, index))
+    assert loaded.state_dict()["memory.table"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("storage", CODECS)
 def test_an_index_on_the_gpu_gives_the_same_bits(storage):
     for expected, got in zip(trace(make(storage)), trace(make(storage), "cuda"), strict=True):
         assert torch.equal(got, expected)

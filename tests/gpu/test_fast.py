@@ -8,6 +8,7 @@ import torch
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, fast, fit, state
 from saltflat.train.checkpoint import load_checkpoint
 from saltflat.train.log import read_metrics
+from saltflat.train.loop import Interrupted
 from saltflat.train.methods import METHODS
 from saltflat.train.together import fit_together
 
@@ -52,6 +53,16 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
     assert "one operation at a time" not in capfd.readouterr().err
     fit(config(images, method, fast=False), tmp_path / "plain")
     check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["saf", "mesa"])
+def test_a_run_that_was_stopped_goes_on(method, images, tmp_path):
+    one = config(images, method)
+    with pytest.raises(Interrupted):
+        fit(one, tmp_path / "stopped", stop=lambda epoch, step: (epoch, step) == (1, 8))
+    fit(one, tmp_path / "stopped")
+    fit(one, tmp_path / "whole")
+    check_same(tmp_path / "stopped", tmp_path / "whole", rel=0.02)
 
 
 def test_tracking_the_sharpness_changes_no_bit(images, tmp_path, monkeypatch):
