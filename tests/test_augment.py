@@ -38,6 +38,8 @@ def assert_same(some, others):
         if one.mixed:
             assert one.mixed.share == other.mixed.share
             assert torch.equal(one.mixed.partner, other.mixed.partner)
+        assert (one.view is None) == (other.view is None)
+        assert one.view is None or torch.equal(one.view, other.view)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -46,7 +48,7 @@ def test_index_image_and_label_travel_together(workers):
     assert len(loader) == 4
     for epoch in range(2):
         seen = []
-        for index, images, labels, mixed in loader.batches(epoch):
+        for index, images, labels, mixed, _ in loader.batches(epoch):
             assert images.dtype == torch.float32
             assert index.dtype == labels.dtype == torch.int64
             assert torch.equal(images, (index + 1.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8))
@@ -63,10 +65,13 @@ EVERYTHING = {"cutout": 3, "mixup": 0.5, "cutmix": 0.5, "batch_size": 3}
 @pytest.mark.parametrize("kind", ["none", "basic", "inception"])
 def test_an_epoch_goes_on_from_any_step_bit_for_bit(kind, workers):
     data = data_of(random_images())
-    whole = list(TrainLoader(data, DataConfig(augment=kind, **EVERYTHING), seed=5).batches(2))
+    one = TrainLoader(data, DataConfig(augment=kind, **EVERYTHING), seed=5)
     loader = TrainLoader(data, DataConfig(augment=kind, workers=workers, **EVERYTHING), seed=5)
-    assert_same(whole, list(loader.batches(2)))
-    assert_same(whole[3:], list(loader.batches(2, skip=3)))
+    whole = list(one.batches(2, views=True))
+    assert_same(whole, list(loader.batches(2, views=True)))
+    assert_same(whole[3:], list(loader.batches(2, skip=3, views=True)))
+    without = [batch._replace(view=None) for batch in whole]
+    assert_same(without, list(loader.batches(2)))
     assert list(loader.batches(2, skip=7)) == []
 
 
@@ -98,6 +103,30 @@ def test_what_happens_to_a_sample_does_not_depend_on_its_batch():
     (index, images), (other_index, others) = epoch(11), epoch(2)
     assert torch.equal(index, other_index)
     assert torch.equal(images, others)
+
+
+@pytest.mark.parametrize("kind", ["basic", "inception"])
+def test_another_view_is_of_the_same_samples_augmented_apart(kind):
+    """Its numbers are as random as the first's, and not the same; nor is it another epoch's."""
+    data = data_of(random_images(400))
+    loader = TrainLoader(data, DataConfig(augment=kind, batch_size=400), seed=0)
+    (batch,), (later,) = (loader.batches(epoch, views=True) for epoch in (0, 1))
+    different = (batch.images != batch.view).flatten(1).any(1)
+    assert different.double().mean() > 0.9
+    assert not torch.equal(batch.view[batch.index.argsort()], later.images[later.index.argsort()])
+    # Without what is random, the two are one.
+    plain = TrainLoader(data, DataConfig(batch_size=400), seed=0)
+    (batch,) = plain.batches(0, views=True)
+    assert torch.equal(batch.images, batch.view)
+
+
+@pytest.mark.parametrize("alphas", [{"mixup": 0.5}, {"cutmix": 1.0}])
+def test_the_view_is_mixed_as_the_images_are(alphas):
+    loader = TrainLoader(data_of(random_images(40)), DataConfig(batch_size=4, **alphas), seed=0)
+    mixed = [batch for batch in loader.batches(0, views=True) if batch.mixed is not None]
+    assert mixed
+    for batch in mixed:  # nothing else was done to either
+        assert torch.equal(batch.images, batch.view)
 
 
 def test_loading_leaves_the_global_generators_alone():
@@ -164,7 +193,7 @@ def test_cutout_is_a_square_about_any_pixel():
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (60, 100), (120, 50)])
 def test_random_parts_are_those_of_torchvision(height, width):
-    draws = augment.draw(0, 0, 4000, shapes=True)
+    draws = augment.draw(augment.stream(0, 0, augment.AUGMENT), 4000, shapes=True)
     pairs = zip(draws.shapes.tolist(), draws.place.tolist(), strict=True)
     ours = torch.tensor([augment.part_box(height, width, *pair) for pair in pairs]).double()
     image = torch.zeros(1, height, width)
@@ -200,7 +229,7 @@ def test_inception_resizes_the_part_and_flips_half(dtype, off):
         images = [(image * 255).to(dtype) for image in images]
     data = Data(Labelled(images, torch.zeros(40).long()), None, 2, 3, 16, (0.0,) * 3, (1.0,) * 3)
     (batch,) = TrainLoader(data, DataConfig(augment="inception", batch_size=40), 3).batches(1)
-    draws, flips = augment.draw(3, 1, 40, shapes=True), 0
+    draws, flips = augment.draw(augment.stream(3, 1, augment.AUGMENT), 40, shapes=True), 0
     for i, image in zip(batch.index.tolist(), batch.images, strict=True):
         box = augment.part_box(
             *images[i].shape[1:], draws.shapes[i].tolist(), draws.place[i].tolist()
@@ -273,16 +302,17 @@ def test_cutmix_pastes_a_box_and_counts_its_pixels():
 def test_a_processs_share_is_what_it_would_see_of_the_whole(kind, size, parts):
     data = data_of(random_images(120))
     config = DataConfig(augment=kind, **{**EVERYTHING, "batch_size": 12})
-    whole = list(TrainLoader(data, config, 0).batches(1))
+    whole = list(TrainLoader(data, config, 0).batches(1, views=True))
     assert {batch.mixed is None for batch in whole} == {True, False}
     seen = []
     for rank in range(size):
         share = Share(rank, size, parts)
         rows = share.of(12)
         seen += rows.tolist()
-        for mine, batch in zip(TrainLoader(data, config, 0, share).batches(1), whole, strict=True):
-            for part, all_of_it in zip(mine[:3], batch[:3], strict=True):
-                assert torch.equal(part, all_of_it[rows])
+        own = TrainLoader(data, config, 0, share).batches(1, views=True)
+        for mine, batch in zip(own, whole, strict=True):
+            for name in ("index", "images", "labels", "view"):
+                assert torch.equal(getattr(mine, name), getattr(batch, name)[rows])
             if batch.mixed is not None:
                 assert mine.mixed.share == batch.mixed.share
                 assert torch.equal(mine.mixed.labels, batch.labels[batch.mixed.partner][rows])

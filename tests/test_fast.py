@@ -101,6 +101,24 @@ def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, mo
     same_figures(tmp_path / "recorded", tmp_path / "plain", rel=1e-3)
 
 
+def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch):
+    settings = {"start_epoch": 1, "another_view": True, "batch_statistics": True}
+
+    def mesa(**changes):
+        method = MethodConfig("mesa", {**settings, **changes})
+        return dataclasses.replace(config("mesa"), method=method)
+
+    fit(mesa(), tmp_path / "recorded")
+    assert (recorded["recorded"], recorded["replayed"]) == (2, 24)
+    monkeypatch.undo()
+    fit(mesa(), tmp_path / "plain")
+    same_figures(tmp_path / "recorded", tmp_path / "plain")
+    for name in ("another_view", "batch_statistics"):
+        fit(mesa(**{name: False}), tmp_path / name)
+        ours, theirs = (read_metrics(tmp_path / run)[-1] for run in ("plain", name))
+        assert ours["extra_loss"] != pytest.approx(theirs["extra_loss"], rel=0.01)
+
+
 def test_steps_with_mesas_loss_and_steps_without_are_recorded_apart(
     recorded, tmp_path, monkeypatch
 ):

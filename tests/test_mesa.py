@@ -264,3 +264,16 @@ def test_a_copy_of_mesa_has_nothing_under_way():
     expected = mesa(model(x), x)
     mesa.prefetch(x)
     assert torch.equal(copy.deepcopy(mesa)(model(x), x), expected)
+
+
+def test_with_batch_statistics_the_two_differ_by_their_weights_alone():
+    """As long as the teacher is the model, the loss is 0; by averaged statistics it is not."""
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    x = 3 + torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0))
+    for by_batch in (False, True):
+        mesa = MESA(model, start_epoch=0, batch_statistics=by_batch)
+        mesa.set_epoch(0)
+        assert (mesa(model(x), x) == 0) == by_batch
+    with torch.no_grad():
+        model[0].weight += 0.1
+    assert mesa(model(x), x) > 0

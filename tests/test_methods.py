@@ -163,7 +163,9 @@ def test_settings_are_those_of_the_signature(name):
         given = {"base_optimizer", "model", "m_sharpness", "process_group"}
         given |= {"num_samples", "num_classes"}
         parameters = inspect.signature(CLASS_OF[name]).parameters
-        assert settings == {p.name: p.default for p in parameters.values() if p.name not in given}
+        expected = {p.name: p.default for p in parameters.values() if p.name not in given}
+        # How the runner makes the batches is its own.
+        assert settings == expected | ({"another_view": False} if name == "mesa" else {})
     assert inspect.Parameter.empty not in settings.values()
     build(name, network(), **settings)  # all of them are taken
 

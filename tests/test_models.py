@@ -11,10 +11,19 @@ from torch.nn.functional import conv2d, cross_entropy
 
 from saltflat.train.models import MODELS, PyramidBlock, WideBlock, build_model
 
+
+def resnet18_parameters(width):
+    """The convolutions of 3x3 and, in the shortcuts, of 1x1; BatchNorm; the classifier."""
+    later = [2 * width, 4 * width, 8 * width]
+    convolutions = 9 * (3 * width + 4 * width**2) + sum(9 * 3.5 * u**2 + u**2 / 2 for u in later)
+    return int(convolutions) + 2 * (5 * width + 5 * sum(later)) + 10 * (8 * width + 1)
+
+
 # At 10 classes and 3 channels.
 PARAMETERS = {
     "small_cnn": 3 * 32 * 9 + 32 * 64 * 9 + 64 * 64 * 9 + 2 * (32 + 64 + 64) + 65 * 10,
     "cifar_resnet18": 11_173_962,
+    "cifar_resnet18_narrow": resnet18_parameters(16),
     "cifar_resnet101": 42_512_970,
     "wrn28_10": 36_479_194,
     "pyramidnet110": 28_485_477,
@@ -22,6 +31,7 @@ PARAMETERS = {
 # Convolutions outside of shortcuts, and the classifier. "28" counts three shortcuts in its place.
 LAYERS = {
     "cifar_resnet18": 18,
+    "cifar_resnet18_narrow": 18,
     "cifar_resnet101": 101,
     "wrn28_10": 28 - 3 + 1,
     "pyramidnet110": 110,
@@ -39,6 +49,7 @@ def count(model):
 
 def test_every_own_model_is_counted_and_described():
     assert PARAMETERS.keys() == MODELS.keys()
+    assert resnet18_parameters(64) == PARAMETERS["cifar_resnet18"]
     assert all(text and "\n" not in text for text in MODELS.values())
 
 

@@ -17,7 +17,7 @@ from saltflat.train.methods import check_method
 from saltflat.train.models import build_model
 
 RECIPES = {p.stem: p for p in (Path(__file__).parent.parent / "recipes").iterdir()}
-DEMO = "digits_noisy"
+DEMO, SMALL = "digits_noisy", "cifar100_small"
 
 METHODS = {"base", "sam", "asam", "gsam", "esam", "looksam", "msam", "saf", "mesa"} | {
     "label_smoothing",
@@ -95,10 +95,10 @@ def config(name):
     return built(Config(), load(name))
 
 
-def test_there_is_a_recipe_for_each_cell_of_the_tables_and_the_demo():
-    assert RECIPES.keys() == CELLS.keys() | {DEMO}
+def test_there_is_a_recipe_for_each_cell_of_the_tables_and_two_others():
+    assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL}
     assert {path.suffix for path in RECIPES.values()} == {".yaml"}
-    assert len(RECIPES) == 32 + 23 + 1
+    assert len(RECIPES) == 32 + 23 + 2
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -188,6 +188,15 @@ def test_the_demo_has_its_setting_and_no_paper_figure():
     }
     text = RECIPES[DEMO].read_text()
     assert text.startswith("# the demo's setting")
+    assert "paper" not in text
+
+
+def test_the_small_one_trains_and_tests_on_training_images():
+    recipe = config(SMALL)
+    assert (recipe.data.name, recipe.method.name) == ("cifar100", "base")
+    assert (recipe.data.train_size - recipe.data.holdout, recipe.data.holdout) == (5000, 10000)
+    text = RECIPES[SMALL].read_text()
+    assert text.startswith("# for a CPU: 5,000 images of CIFAR-100's training set")
     assert "paper" not in text
 
 

@@ -214,7 +214,7 @@ def test_follows_tensors_that_the_model_replaces():
 def test_stays_in_eval_mode_without_gradient():
     teacher = EMATeacher(network())
     nn.ModuleList([teacher]).train()
-    assert not any(module.training for module in teacher.modules())
+    assert not any(module.training for module in teacher.module.modules())
     out = teacher(torch.randn(4, 6, requires_grad=True))
     assert not out.requires_grad
     assert not any(p.requires_grad for p in teacher.parameters())
@@ -275,3 +275,24 @@ def test_half_life():
     assert decay_for_half_life(2, 100) ** 200 == pytest.approx(0.5)
     with pytest.raises(ValueError, match="must be positive, got 0 and 10"):
         decay_for_half_life(0, 10)
+
+
+def test_by_batch_normalises_as_in_training_and_leaves_no_trace():
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+    tracking = nn.InstanceNorm2d(4, track_running_stats=True)
+    model = nn.Sequential(*layers, tracking, nn.Flatten(), nn.LazyLinear(2))
+    x = 2 + torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    model(x)
+    teacher = EMATeacher(model)
+    before = copy.deepcopy(teacher.state_dict())
+    twin = copy.deepcopy(teacher.module).train()
+    twin[2].eval()
+    outputs = teacher.by_batch(x)
+    assert not outputs.requires_grad
+    assert torch.equal(outputs, twin(x))
+    with pytest.raises(RuntimeError):
+        teacher.by_batch(x[:, :2])
+    for name, tensor in teacher.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert not any(module.training for module in teacher.module.modules())
+    assert not torch.allclose(outputs, teacher(x))  # whose statistics are averages

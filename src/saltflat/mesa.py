@@ -36,6 +36,9 @@ class MESA(TrajectoryTerm):
         start_epoch: The first epoch, counted from 0, in which the loss is added.
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         warmup: Whether the decay starts small, so that the random initialisation does not linger.
+        batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
+            does in training, instead of by averaged statistics; `teacher.fold()` then saves
+            nothing.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -69,6 +72,7 @@ class MESA(TrajectoryTerm):
         start_epoch: int = 5,
         tau_squared: bool = True,
         warmup: bool = True,
+        batch_statistics: bool = False,
         interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -78,6 +82,7 @@ class MESA(TrajectoryTerm):
         if isinstance(interval, bool) or operator.index(interval) < 1:
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
         self.interval = interval
+        self.batch_statistics = batch_statistics
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -87,7 +92,8 @@ class MESA(TrajectoryTerm):
 
         Args:
             logits: The model's outputs, of shape (batch, ..., classes).
-            *inputs: What the model was called with, for the teacher.
+            *inputs: What the model was called with, for the teacher, or the same samples augmented
+                anew.
             **kwargs: Likewise.
 
         Returns:
@@ -154,7 +160,8 @@ class MESA(TrajectoryTerm):
         return self.weight * self.interval
 
     def _reference(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = self.teacher(*inputs, **kwargs)
+        teacher = self.teacher.by_batch if self.batch_statistics else self.teacher
+        outputs = teacher(*inputs, **kwargs)
         return getattr(outputs, "logits", outputs)
 
     def _drop(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from saltflat import _capture
 from saltflat._average import Averaging
+from saltflat._batchnorm import frozen_running_stats, running_layers
 from saltflat._folded import Folding
 from saltflat._ranks import Group, local, take_first_ranks, world
 
@@ -116,6 +117,21 @@ class EMATeacher(nn.Module):
                 if twin is not None:
                     return twin(*inputs)
             return self.module(*inputs, **kwargs)
+
+    def by_batch(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The averaged model's outputs, normalised by the batch as the model's are in training.
+
+        BatchNorm alone does as in training, and its statistics stay as they were.
+        """
+        layers = running_layers(self.module)
+        with torch.no_grad(), frozen_running_stats(self.module):
+            for layer in layers:
+                layer.training = True
+            try:
+                return self.module(*inputs, **kwargs)
+            finally:
+                for layer in layers:
+                    layer.training = False
 
     def fold(self) -> bool:
         """Fold each BatchNorm into the convolution before it, from now on, where that is possible.

@@ -55,6 +55,17 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
     check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_mesas_ways_to_see_a_batch_are_recorded(compiled, images, tmp_path, capfd):
+    settings = {"start_epoch": 1, "another_view": True, "batch_statistics": True}
+    one = config(images, "mesa", compile=compiled)
+    one = dataclasses.replace(one, method=MethodConfig("mesa", settings))
+    fit(one, tmp_path / "recorded")
+    assert "one operation at a time" not in capfd.readouterr().err
+    fit(dataclasses.replace(one, fast=False), tmp_path / "plain")
+    check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
+
+
 @pytest.mark.parametrize("method", ["saf", "mesa"])
 def test_a_run_that_was_stopped_goes_on(method, images, tmp_path):
     one = config(images, method)

@@ -22,7 +22,7 @@ from saltflat.indexed import with_index
 from saltflat.train.config import DataConfig, require
 from saltflat.train.data import Data, Labelled
 
-ORDER, AUGMENT, MIX, RANK = range(4)
+ORDER, AUGMENT, MIX, RANK, VIEW = range(5)
 """What a stream of random numbers is for."""
 
 
@@ -43,6 +43,8 @@ class Batch(NamedTuple):
     images: Tensor
     labels: Tensor
     mixed: Mixed | None
+    view: Tensor | None = None
+    """The images augmented anew, where they were asked for; mixed in the same way."""
 
 
 class Share(NamedTuple):
@@ -96,18 +98,21 @@ class TrainLoader:
     def __len__(self) -> int:
         return len(self.data.train) // self.config.batch_size
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch but the first `skip`; the rest are the same, bit for bit."""
+    def batches(self, epoch: int, skip: int = 0, *, views: bool = False) -> Iterator[Batch]:
+        """The batches of an epoch but the first `skip`; the rest are the same, bit for bit.
+
+        With `views`, each has another view of its images too.
+        """
         require(0 <= skip <= len(self), f"skip must be within [0, {len(self)}], got {skip}")
         mixtures = [self._mixture(epoch, step) for step in range(skip, len(self))]
         rows = [self._rows(mixture) for mixture in mixtures]
         order = self.order(epoch)[skip:]
         steps = [batch[needed].tolist() for batch, needed in zip(order, rows, strict=True)]
-        draws = self.draws(epoch)
+        draws = self.draws(epoch, views=views)
         collate = partial(training_batch, data=self.data, config=self.config, draws=draws)
         loader = _loader(with_index(self.data.train), steps, collate, self.config.workers)
         batches = zip(loader, mixtures, rows, strict=True)
-        return (self._mixed(*batch, *how) for batch, *how in batches)
+        return (self._mixed(*batch) for batch in batches)
 
     def order(self, epoch: int) -> Tensor:
         """Which samples each step of an epoch has, of shape (steps, batch)."""
@@ -115,10 +120,11 @@ class TrainLoader:
         order = stream(self.seed, epoch, ORDER).permutation(samples)
         return torch.from_numpy(order[: len(self) * size].reshape(-1, size))
 
-    def draws(self, epoch: int) -> Draws:
-        """The numbers that augment each sample in an epoch."""
-        shapes = self.config.augment == "inception"
-        return draw(self.seed, epoch, len(self.data.train), shapes=shapes)
+    def draws(self, epoch: int, *, views: bool = False) -> list[Draws]:
+        """The numbers that augment each sample in an epoch, and those that make another view."""
+        shapes, samples = self.config.augment == "inception", len(self.data.train)
+        purposes = (AUGMENT, VIEW) if views else (AUGMENT,)
+        return [draw(stream(self.seed, epoch, p), samples, shapes=shapes) for p in purposes]
 
     def _mixture(self, epoch: int, step: int) -> Mixture | None:
         return draw_mixture(
@@ -136,17 +142,20 @@ class TrainLoader:
         partners = mixture.partner[self._own]
         return torch.cat([self._own, partners[~torch.isin(partners, self._own)]])
 
-    def _mixed(
-        self, index: Tensor, images: Tensor, labels: Tensor, mixture: Mixture | None, rows: Tensor
-    ) -> Batch:
+    def _mixed(self, batch: Batch, mixture: Mixture | None, rows: Tensor) -> Batch:
         if mixture is None:
-            return Batch(index, images, labels, None)
+            return batch
         place = torch.empty(self.config.batch_size, dtype=torch.int64)
         place[rows] = torch.arange(len(rows))
         partner = mixture.partner[self._own]
         others, own = place[partner], len(self._own)
-        mixed = Mixed(partner, mixture.share, labels[others])
-        return Batch(index[:own], mix(images, others, own, mixture), labels[:own], mixed)
+        return Batch(
+            batch.index[:own],
+            mix(batch.images, others, own, mixture),
+            batch.labels[:own],
+            Mixed(partner, mixture.share, batch.labels[others]),
+            None if batch.view is None else mix(batch.view, others, own, mixture),
+        )
 
 
 def test_batches(
@@ -187,19 +196,26 @@ def plain_batch(samples: Sequence[tuple[Tensor, int]], data: Data) -> tuple[Tens
 
 
 def training_batch(
-    samples: Sequence[tuple[int, Tensor, int]], data: Data, config: DataConfig, draws: Draws
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Index, images and labels, from samples that carry their index."""
+    samples: Sequence[tuple[int, Tensor, int]],
+    data: Data,
+    config: DataConfig,
+    draws: Sequence[Draws],
+) -> Batch:
+    """A batch of samples that carry their index, not mixed yet; the second draws make the view."""
     numbers, raw, labels = zip(*samples, strict=True)
     index = torch.tensor(numbers)
-    chosen = draws.of(index)
-    if config.augment == "inception":
-        parts = zip(raw, draws.shapes[index].tolist(), chosen.place.tolist(), strict=True)
-        images = torch.stack([random_part(*part, data.image_size) for part in parts])
-    else:
-        images = torch.stack([centred(image, data.image_size) for image in raw])
-    images = augmented(images, chosen, config, *statistics(data))
-    return index, images, torch.tensor(labels)
+
+    def view(draws: Draws) -> Tensor:
+        chosen = draws.of(index)
+        if config.augment == "inception":
+            parts = zip(raw, draws.shapes[index].tolist(), chosen.place.tolist(), strict=True)
+            images = torch.stack([random_part(*part, data.image_size) for part in parts])
+        else:
+            images = torch.stack([centred(image, data.image_size) for image in raw])
+        return augmented(images, chosen, config, *statistics(data))
+
+    images, *others = map(view, draws)
+    return Batch(index, images, torch.tensor(labels), None, *others)
 
 
 def augmented(
@@ -234,9 +250,8 @@ class Draws(NamedTuple):
         return self._replace(flip=self.flip[index], place=self.place[index], hole=self.hole[index])
 
 
-def draw(seed: int, epoch: int, samples: int, *, shapes: bool) -> Draws:
+def draw(rng: np.random.Generator, samples: int, *, shapes: bool) -> Draws:
     """The numbers that augment each sample of an epoch; shapes only where they are asked for."""
-    rng = stream(seed, epoch, AUGMENT)
     sizes = ((samples, 1), (samples, 2), (samples, 2), (samples if shapes else 0, 10, 2))
     return Draws(*(torch.from_numpy(rng.random(size, dtype=np.float32)) for size in sizes))
 

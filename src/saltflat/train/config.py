@@ -55,7 +55,8 @@ class DataConfig:
     train_size: int | None = None
     """Train on the first so many samples only; digits: train on so many, test on the rest."""
     image_size: int | None = None
-    """Side of the images in pixels, for folders and hf; 224 unless said."""
+    """Side of the images in pixels, to which they are resized. Unless said, 224 for folders and hf,
+    and as they are for the others."""
     holdout: int = 0
     """Test on so many of the training samples, which are then not trained on, instead of the test
     set: for choosing settings without a look at it."""

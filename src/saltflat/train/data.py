@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from saltflat.train.config import DataConfig, nearest, require
@@ -213,11 +214,17 @@ def _count_classes(name: str, train: Tensor, test: Tensor) -> int:
 def _in_memory(config: DataConfig, train: Labelled, test: Labelled, num_classes: int) -> Data:
     count = _train_size(config, len(train))
     train = Labelled(train.images[:count], train.labels[:count])
-    channels, size = train.images.shape[1:3]
-    fits = config.image_size in (None, size)
-    require(fits, f"image_size {config.image_size}: {config.name} is {size} pixels a side")
-    mean, std = KNOWN.get(config.name) or _statistics(train.images)
+    channels, side = train.images.shape[1:3]
+    size, known = config.image_size or side, KNOWN.get(config.name)
+    if size != side:  # whose deviation is another, too
+        train, test = (Labelled(_resized(s.images, size), s.labels) for s in (train, test))
+        known = None
+    mean, std = known or _statistics(train.images)
     return Data(train, test, num_classes, channels, size, mean, std)
+
+
+def _resized(images: Tensor, size: int) -> Tensor:
+    return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def _statistics(images: Tensor) -> Statistics:

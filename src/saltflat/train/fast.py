@@ -63,7 +63,9 @@ class _Recorded:
         self._labels = data.train.labels.to(device)
         self._statistics = statistics(data, device)
         self._order = loader.order(0).flatten().to(device)
-        self._draws = Draws(*(numbers.to(device) for numbers in loader.draws(0)))
+        self._draws = [
+            Draws(*(numbers.to(device) for numbers in draws)) for draws in self._drawn(0)
+        ]
         self._at = torch.arange(state.batch_size, device=device)
         """The next batch's places in the order."""
         self._step = build_step(config, state.training, state.model, state.sums)
@@ -75,12 +77,16 @@ class _Recorded:
 
     def __call__(self, epoch: int, skip: int) -> Iterator[None]:
         self._order.copy_(self._loader.order(epoch).flatten())
-        for numbers, new in zip(self._draws, self._loader.draws(epoch), strict=True):
-            numbers.copy_(new)
+        for draws, new in zip(self._draws, self._drawn(epoch), strict=True):
+            for numbers, now in zip(draws, new, strict=True):
+                numbers.copy_(now)
         self._at.copy_(torch.arange(len(self._at)) + skip * len(self._at))
         for _ in range(skip, len(self._loader)):
             self._one()
             yield
+
+    def _drawn(self, epoch: int) -> list[Draws]:
+        return self._loader.draws(epoch, views=self._state.training.another_view)
 
     def _one(self) -> None:
         """Take the next step, recorded if there is a recording of its kind."""
@@ -104,11 +110,11 @@ class _Recorded:
     def _whole(self) -> None:
         """A step, from the places in the order to the next ones."""
         index = self._order[self._at]
-        images = augmented(
-            self._images[index], self._draws.of(index), self._config.data, *self._statistics
+        raw, config, state = self._images[index], self._config.data, self._state
+        images, *views = (
+            augmented(raw, draws.of(index), config, *self._statistics) for draws in self._draws
         )
-        state = self._state
-        self._step(Batch(index, images, self._labels[index], None))
+        self._step(Batch(index, images, self._labels[index], None, *views))
         state.training.after_step(state.model)
         self._at += len(self._at)
 

@@ -35,7 +35,7 @@ class Training:
     term: TrajectoryTerm | None = None
     """Added to the loss."""
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """The term's loss of logits, index and images."""
+    """The term's loss of logits, index and images, or another view of these."""
     prefetch: Callable[[Tensor, Tensor], None] = lambda index, images: None
     """Told both before the forward pass, for what can begin then."""
     teacher: EMATeacher | None = None
@@ -44,6 +44,10 @@ class Training:
     """Instead of the config's."""
     per_row: bool = False
     """Whether the optimizer's closure takes rows and returns the loss of each."""
+    another_view: bool = False
+    """Whether the term sees the images augmented anew."""
+    folds: bool = True
+    """Whether the term's teacher may run with BatchNorm folded into convolutions."""
     by_sample: bool = False
     """Whether the term is about single samples, so that a mixture of two has none."""
 
@@ -117,14 +121,15 @@ class Method:
     build: Callable[..., Training]
     """From a `Setting` and the settings."""
     signature: Callable[..., Any] | None = None
-    """Where the settings' names and defaults are; None: of `build` itself."""
+    """Where settings' names and defaults are, beside those that `build` itself has."""
     citation: str = "Du et al., Sharpness-Aware Training for Free, NeurIPS 2022"
     judged_by_teacher: bool = False
     """Whether the moving average is what it is about."""
 
     def settings(self) -> dict[str, Any]:
         """The names of the settings and their defaults."""
-        parameters = inspect.signature(self.signature or self.build).parameters.values()
+        known = [self.signature, self.build] if self.signature else [self.build]
+        parameters = [p for one in known for p in inspect.signature(one).parameters.values()]
         return {p.name: p.default for p in parameters if p.name not in _NOT_SETTINGS}
 
 
@@ -194,11 +199,17 @@ def _uniform(setting: Setting, **settings: Any) -> Training:
     return Training(setting.optimizer, term, lambda logits, *_: term(logits))
 
 
-def _mesa(setting: Setting, **settings: Any) -> Training:
+def _mesa(setting: Setting, another_view: bool = False, **settings: Any) -> Training:
     mesa = MESA(setting.model, **settings)
-    loss = lambda logits, _, images: mesa(logits, images)  # noqa: E731
-    prefetch = lambda _, images: mesa.prefetch(images)  # noqa: E731
-    return Training(setting.optimizer, mesa, loss, prefetch, teacher=mesa.teacher)
+    return Training(
+        setting.optimizer,
+        mesa,
+        lambda logits, _, images: mesa(logits, images),
+        lambda _, images: mesa.prefetch(images),
+        teacher=mesa.teacher,
+        another_view=another_view,
+        folds=not mesa.batch_statistics,
+    )
 
 
 def _ema(setting: Setting, **settings: Any) -> Training:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -131,11 +132,11 @@ def _small_cnn(in_channels: int, num_classes: int) -> nn.Sequential:
     return nn.Sequential(first, second, nn.MaxPool2d(2), third, _head(64, num_classes))
 
 
-def _resnet18(in_channels: int, num_classes: int) -> nn.Sequential:
+def _resnet18(in_channels: int, num_classes: int, width: int = 64) -> nn.Sequential:
     # The stem for small images, here and below: 3x3, no stride, no pooling.
-    stages = [64] * 2, [128] * 2, [256] * 2, [512] * 2
-    net = _stack(nn.Sequential(_conv_norm_relu(in_channels, 64)), 64, _basic, stages)
-    return net.append(_head(512, num_classes))
+    stages = [[width * 2**i] * 2 for i in range(4)]
+    net = _stack(nn.Sequential(_conv_norm_relu(in_channels, width)), width, _basic, stages)
+    return net.append(_head(8 * width, num_classes))
 
 
 def _resnet101(in_channels: int, num_classes: int) -> nn.Sequential:
@@ -161,6 +162,7 @@ def _pyramidnet110(in_channels: int, num_classes: int) -> nn.Sequential:
 _OWN: dict[str, tuple[Callable[[int, int], nn.Sequential], str]] = {
     "small_cnn": (_small_cnn, "three convolutions, for the 8x8 digits"),
     "cifar_resnet18": (_resnet18, "ResNet-18 with the stem for 32x32 images"),
+    "cifar_resnet18_narrow": (partial(_resnet18, width=16), "the same, a quarter as wide"),
     "cifar_resnet101": (_resnet101, "ResNet-101 with the stem for 32x32 images"),
     "wrn28_10": (_wrn28_10, "Wide ResNet 28-10, no dropout"),
     "pyramidnet110": (_pyramidnet110, "PyramidNet-110, alpha 270, basic blocks"),

@@ -26,7 +26,7 @@ def plain_steps(config: Config, state: State, loader: TrainLoader) -> Steps:
     step = build_step(config, state.training, state.network, state.sums)
 
     def steps(epoch: int, skip: int) -> Iterator[None]:
-        for batch in loader.batches(epoch, skip):
+        for batch in loader.batches(epoch, skip, views=state.training.another_view):
             step(batch)
             state.training.after_step(state.model)
             yield
@@ -49,8 +49,10 @@ def build_step(
     network: Any = torch.compile(model) if config.compile else model
     teacher = training.teacher if training.loss is not None else None
     cheaper = teacher is not None and device.type == "cuda" and not is_sharded(teacher.module)
-    if teacher is not None and cheaper and not teacher.fold() and config.compile:
-        teacher.module.compile()
+    if teacher is not None and cheaper:
+        folded = training.folds and teacher.fold()
+        if config.compile and not folded:
+            teacher.module.compile()
     # No weight is cast twice in a pass, and a cache would outlive a recorded step.
     half = {"enabled": config.precision == "bf16", "cache_enabled": False}
     smoothing = training.label_smoothing
@@ -66,10 +68,13 @@ def build_step(
             return losses
         return share * losses + (1 - share) * vanilla(logits, partners)
 
+    def laid_out(images: Tensor) -> Tensor:
+        images = images.to(device, non_blocking=True)
+        return images.to(memory_format=torch.channels_last) if config.channels_last else images
+
     def step(batch: Batch) -> None:
-        images = batch.images.to(device, non_blocking=True)
-        if config.channels_last:
-            images = images.to(memory_format=torch.channels_last)
+        images = laid_out(batch.images)
+        view = images if batch.view is None else laid_out(batch.view)
         labels = batch.labels.to(device, non_blocking=True)
         mixed = batch.mixed
         partners = labels if mixed is None else mixed.labels.to(device)
@@ -83,10 +88,10 @@ def build_step(
                 if training.loss is None or not alone:
                     logits = network(part)
                 else:
-                    index = batch.index[rows]
-                    training.prefetch(index, part)
+                    index, seen = batch.index[rows], view[rows]
+                    training.prefetch(index, seen)
                     logits = network(part)
-                    extra = training.loss(logits, index, part)
+                    extra = training.loss(logits, index, seen)
             return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
 
         def note(logits: Tensor, losses: Tensor, extra: Tensor | None, own: Tensor) -> None:
