@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -11,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat import _capture
-from saltflat._average import Averaging
 from saltflat._batchnorm import frozen_running_stats, running_layers
 from saltflat._folded import Folding
+from saltflat._plan import LOW_PRECISION, Plan, flat, slots
 from saltflat._ranks import Group, local, take_first_ranks, world
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def decay_for_half_life(half_life_epochs: float, steps_per_epoch: int) -> float:
@@ -97,16 +94,16 @@ class EMATeacher(nn.Module):
         """Whether the teachers of several processes have been made the same."""
         self.module = _copied(_unwrapped(model)).requires_grad_(False)
         self.eval()
-        tensors = {name: holder[key] for name, (holder, key) in _slots(self.module).items()}
+        tensors = {name: holder[key] for name, (holder, key) in slots(self.module).items()}
         # Decided once and kept in the state: a value may become finite later.
         can_average = [t.is_floating_point() and bool(t.isfinite().all()) for t in tensors.values()]
         self.register_buffer("_can_average", torch.tensor(can_average, device="cpu"))
         # The float32 averages that half-precision tensors of the module are rounded from.
         self.precise = nn.Module()
         for name, tensor in tensors.items():
-            if tensor.dtype in _LOW_PRECISION:
-                self.precise.register_buffer(_flat(name), tensor.float())
-        self._plan: _Plan | None = None
+            if tensor.dtype in LOW_PRECISION:
+                self.precise.register_buffer(flat(name), tensor.float())
+        self._plan: Plan | None = None
         self._folding: Folding | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -168,9 +165,10 @@ class EMATeacher(nn.Module):
         several = world(self._group.it)[1] > 1
         if several and not self._alike:
             self._count_as_first_rank()
-        plan = self._plan
+        plan, model = self._plan, _unwrapped(model)
         if plan is None or plan.model() is not model:
-            plan = self._plan = _Plan(self, model)
+            which = self.get_buffer("_can_average")
+            plan = self._plan = Plan(self.module, self.precise, which, model)
         averages, live = plan.averaged()
         if averages:
             known = None
@@ -247,125 +245,6 @@ class EMATeacher(nn.Module):
 
     def extra_repr(self) -> str:
         return f"decay={self.decay}, warmup={self.warmup}"
-
-
-class _Plan:
-    """Which tensor of a model goes into which of its teacher's, and how.
-
-    Walking two module trees takes longer than the update itself, so it is done once. What is kept
-    are the dictionaries that hold the tensors, because a module may replace a tensor at any time.
-    """
-
-    def __init__(self, teacher: EMATeacher, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.weight = torch.zeros((), dtype=torch.float64)
-        self._averaging: Averaging | None = None
-        ours, theirs = _slots(teacher.module), _slots(_unwrapped(model))
-        precise = _slots(teacher.precise)
-        if problem := _mismatch(ours, theirs) or _too_coarse(ours, precise):
-            raise ValueError(f"the model is not the one this teacher was made from: {problem}")
-        self._owned = [*ours.values(), *precise.values()]
-        buffers = [name for name, _ in teacher.module.named_buffers() if name in ours]
-        self._buffers = [ours[name] for name in buffers]
-        self._buffers += [precise[_flat(name)] for name in buffers if _flat(name) in precise]
-        self._averaged: list[tuple[_Slot, _Slot]] = []
-        self._copied: list[tuple[_Slot, _Slot]] = []
-        can_average = teacher.get_buffer("_can_average").tolist()
-        for (name, slot), averaged in zip(ours.items(), can_average, strict=True):
-            average = precise.get(_flat(name), slot)
-            if averaged:
-                self._averaged.append((average, theirs[name]))
-                if average is not slot:
-                    self._copied.append((slot, average))
-            else:
-                self._copied.append((slot, theirs[name]))
-
-    def prepare(self, averages: list[Tensor], live: list[Tensor]) -> None:
-        """Note where the tensors are, if they are not where they were."""
-        if self._averaging is None or not self._averaging.fits(averages, live):
-            # A cast makes new tensors, whose addresses a kernel could not keep.
-            casts = any(x is not y for x, y in zip(live, self._live(), strict=True))
-            self._averaging = Averaging(averages, live, lasting=not casts)
-            self.weight = self.weight.to(averages[0].device)
-
-    def average(self, averages: list[Tensor], live: list[Tensor], known: float | None) -> None:
-        """Average by the weight that was set, whose value is known unless this is captured."""
-        if self._averaging is None:
-            raise RuntimeError("update the teacher once before its update is captured or replayed")
-        self._averaging(averages, live, self.weight, known)
-
-    def averaged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Averages and the live tensors that go into them, in the averages' precision."""
-        averages = local(holder[key] for (holder, key), _ in self._averaged)
-        return averages, [
-            x if x.dtype == average.dtype else x.to(average.dtype)
-            for average, x in zip(averages, self._live(), strict=True)
-        ]
-
-    def _live(self) -> list[Tensor]:
-        return local(holder[key] for _, (holder, key) in self._averaged)
-
-    def owned(self, *, buffers: bool) -> list[Tensor]:
-        """The teacher's own tensors, or those of them that are buffers of the model."""
-        return [holder[key] for holder, key in (self._buffers if buffers else self._owned)]
-
-    def copy(self) -> None:
-        """Make the plain copies, after the average: one launch for all of the same kind."""
-        kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for (to, key), (source, source_key) in self._copied:
-            target, new = local([to[key], source[source_key]])
-            kind = (target.device, target.dtype, new.device, new.dtype)
-            targets, sources = kinds.setdefault(kind, ([], []))
-            targets.append(target)
-            sources.append(new)
-        for targets, sources in kinds.values():
-            torch._foreach_copy_(targets, sources)
-
-
-_Slot = tuple[dict[str, Any], str]
-"""A tensor, by the dictionary that holds it and its key there."""
-
-
-def _slots(module: nn.Module) -> dict[str, _Slot]:
-    """Every parameter and buffer by name; one that is shared, once."""
-    slots: dict[str, _Slot] = {}
-    seen: set[int] = set()
-    for prefix, child in module.named_modules():
-        for holder in (child._parameters, child._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    slots[f"{prefix}.{key}" if prefix else key] = (holder, key)
-    return slots
-
-
-def _mismatch(ours: dict[str, _Slot], theirs: dict[str, _Slot]) -> str | None:
-    if different := ours.keys() ^ theirs.keys():
-        return f"only one of them has {min(different)}"
-    for name, (holder, key) in ours.items():
-        mine, other = holder[key], theirs[name][0][theirs[name][1]]
-        if mine.shape != other.shape:
-            return f"{name} is of shape {tuple(mine.shape)} here, {tuple(other.shape)} there"
-        if (mine.device, mine.dtype) != (other.device, other.dtype):
-            return (
-                f"{name} is {mine.dtype} on {mine.device} here, {other.dtype} on {other.device} "
-                "there; move and cast the model first, then build its teacher"
-            )
-    return None
-
-
-def _too_coarse(ours: dict[str, _Slot], precise: dict[str, _Slot]) -> str | None:
-    """What lost the float32 average that half precision needs, by a cast after the fact."""
-    for name, (holder, key) in ours.items():
-        average, average_key = precise.get(_flat(name), (holder, key))
-        if average[average_key].dtype in _LOW_PRECISION:
-            return f"{name} was cast to half precision after the teacher was built"
-    return None
-
-
-def _flat(name: str) -> str:
-    """A parameter's name as a buffer's, which may not have dots."""
-    return name.replace(".", "/")
 
 
 def _copied(model: nn.Module) -> nn.Module:
