@@ -66,7 +66,7 @@ def config_of(line: str, seed: int, data: str | None = None) -> Config:
     kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "method": MethodConfig}
     parts = {name: kinds[name](**values.pop(name, {})) for name in kinds}
     config = Config(**parts, **values, track_sharpness=10)
-    tests = EVERY if config.epochs >= 100 else 1
+    tests = EVERY if config.epochs > 50 else 1
     return dataclasses.replace(config, checkpoint_every=config.epochs, evaluate_every=tests)
 
 

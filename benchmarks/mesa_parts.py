@@ -1,39 +1,48 @@
-"""Why MESA gains or loses: what its teacher is made of, and how hard it pulls.
+"""Why MESA gains or loses: what its teacher is made of, how hard it pulls, and from what.
 
 A model is trained with each setting. After some epochs, on the same training images:
 
 - the share of the random initialisation in the teacher, which is the product of the decays;
 - the accuracy of the model and of its teacher, and of the teacher with BatchNorm statistics of its
   own, estimated anew from training images, instead of the average of the model's;
-- the norm of the term's gradient, as a share of the cross-entropy's, and the cosine between them.
+- the norm of the term's gradient, as a share of the cross-entropy's, and the cosine between them;
+- the trajectory loss (temperature 5, squared) to a teacher that sees the model's images, or these
+  augmented anew, and normalises by averaged statistics, or by the batch.
 
-    python benchmarks/mesa_parts.py --data cifar100.npz --model cifar_resnet18 --augment basic \
-        --batch 128 --epochs 30 --at 5 8 15 30
+    python benchmarks/mesa_parts.py
+    python benchmarks/mesa_parts.py "cifar10_small method=mesa method.decay=0.9975" \
+        --data cifar100.npz --at 10 20 40 80 --settings "0.8, T = 5, T^2"
+
+The run is one of accuracy.py's.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import record
 import torch
+from accuracy import config_of, folder_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from saltflat.mesa import MESA
-from saltflat.train import Config, DataConfig, MethodConfig
-from saltflat.train.augment import TrainLoader
+from saltflat.train import Config, MethodConfig
+from saltflat.train.augment import Batch, TrainLoader
 from saltflat.train.data import Data, load_data
 from saltflat.train.evaluate import TestSet, accuracies
 from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.ranks import device_of
 from saltflat.train.state import State, build
+from saltflat.trajectory import trajectory_loss
 
-CUDA = torch.cuda.is_available()
 SETTINGS: dict[str, dict[str, Any]] = {
     "released code: 0.8, T = 5, T^2, no warm-up": {"warmup": False},
     "equations: 0.8, T = 5, no warm-up": {"tau_squared": False, "warmup": False},
@@ -41,22 +50,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "0.8, T = 5": {"tau_squared": False},
     "1, T = 1": {"weight": 1.0, "temperature": 1.0},
 }
+SEEING: dict[str, dict[str, Any]] = {
+    "another view, averaged statistics": {"another_view": True},
+    "another view, batch statistics": {"another_view": True, "batch_statistics": True},
+}
 
 
-def work(args: argparse.Namespace, settings: dict[str, Any]) -> Config:
-    return Config(
-        data=DataConfig(args.data, augment=args.augment, batch_size=args.batch),
-        model=args.model,
-        method=MethodConfig("mesa", settings),
-        epochs=args.epochs,
-        precision="bf16" if CUDA else "float32",
-        channels_last=CUDA,
-        compile=CUDA,
-    )
-
-
-def measure(args: argparse.Namespace, name: str, data: Data) -> list[dict[str, Any]]:
-    config = work(args, SETTINGS[name])
+def measure(config: Config, name: str, data: Data, at: list[int]) -> list[dict[str, Any]]:
     device = device_of(config)
     loader = TrainLoader(data, config.data, config.seed)
     torch.manual_seed(config.seed)
@@ -65,15 +65,14 @@ def measure(args: argparse.Namespace, name: str, data: Data) -> list[dict[str, A
     rows = []
     with own_stream(device):
         steps = build_steps(config, state, data, loader, device)
-        for epoch in range(max(args.at)):
+        for epoch in range(max(at)):
             state.training.set_epoch(epoch)
             state.model.train()
             for _ in steps(epoch, 0):
                 state.schedule.step()
-            if epoch + 1 in args.at:
-                rows.append(
-                    {"setting": name, "epochs": epoch + 1, **parts(config, state, loader, tests)}
-                )
+            if epoch + 1 in at:
+                found = parts(config, state, loader, tests)
+                rows.append({"setting": name, "epochs": epoch + 1, **found})
                 print(rows[-1], flush=True)
     return rows
 
@@ -82,18 +81,27 @@ def parts(config: Config, state: State, loader: TrainLoader, tests: TestSet) -> 
     mesa = state.training.term
     assert isinstance(mesa, MESA)
     device = device_of(config)
-    batches = [b.images.to(device) for b in islice(loader.batches(0, 0), 20)]
-    labels = [b.labels.to(device) for b in islice(loader.batches(0, 0), 20)]
-    own = recalibrated(mesa.teacher.module, batches)
+    batches = [
+        Batch(*(None if part is None else part.to(device) for part in batch))  # type: ignore
+        for batch in islice(loader.batches(0, views=True), 20)
+    ]
+    own = recalibrated(mesa.teacher.module, [batch.images for batch in batches])
     models = {"model": state.model, "teacher": mesa.teacher, "own statistics": own}
     found = accuracies(config, tests, models, device)
-    loss, term = gradients(state.model, mesa, batches[0], labels[0])
-    return {
+    loss, term = gradients(state.model, mesa, batches, state.training.another_view)
+    shown = {
         "initialisation": f"{initialisation(mesa):.1%}",
         **{name: f"{share:.2f}" for name, share in found.items()},
         "gradient": f"{float(term.norm() / loss.norm()):.2f}",
         "cosine": f"{float(torch.dot(term, loss) / (term.norm() * loss.norm())):.2f}",
     }
+    random = config.data.augment != "none"
+    seen = {"same view": False} | ({"another view": True} if random else {})
+    for view, another in seen.items():
+        for how, teacher in (("averages", mesa.teacher), ("batch", mesa.teacher.by_batch)):
+            pull = divergence(state.model, teacher, batches, another)
+            shown[f"{view}, {how}"] = f"{pull:.4f}"
+    return shown
 
 
 def initialisation(mesa: MESA) -> float:
@@ -118,34 +126,57 @@ def recalibrated(model: nn.Module, batches: list[Tensor]) -> nn.Module:
     return model.eval()
 
 
-def gradients(model: nn.Module, mesa: MESA, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the cross-entropy and of the term, on a batch; the model's statistics stay."""
+@torch.no_grad()
+def divergence(
+    model: nn.Module, teacher: Callable[[Tensor], Tensor], batches: list[Batch], another: bool
+) -> float:
+    """The trajectory loss of the model in training; its statistics stay."""
     model = copy.deepcopy(model).train()
-    logits = model(x)
-    losses = cross_entropy(logits, y), mesa(logits, x)
-    weights = list(model.parameters())
-    loss, term = (
-        torch.cat([g.flatten() for g in torch.autograd.grad(one, weights, retain_graph=True)])
-        for one in losses
+    return fmean(
+        float(trajectory_loss(model(batch.images), teacher(seen_of(batch, another))))
+        for batch in batches
     )
+
+
+def gradients(
+    model: nn.Module, mesa: MESA, batches: list[Batch], another: bool
+) -> tuple[Tensor, Tensor]:
+    """Of the cross-entropy and of the term, over some batches; the model's statistics stay."""
+    model = copy.deepcopy(model).train()
+    weights = list(model.parameters())
+    sums = torch.zeros(2, sum(weight.numel() for weight in weights), device=weights[0].device)
+    for batch in batches:
+        logits = model(batch.images)
+        losses = cross_entropy(logits, batch.labels), mesa(logits, seen_of(batch, another))
+        for total, one in zip(sums, losses, strict=True):
+            found = torch.autograd.grad(one, weights, retain_graph=True)
+            total += torch.cat([gradient.flatten() for gradient in found])
+    loss, term = sums
     return loss, term
+
+
+def seen_of(batch: Batch, another: bool) -> Tensor:
+    assert batch.view is not None
+    return batch.view if another else batch.images
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--model", default="small_cnn")
-    parser.add_argument("--augment", default="none")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=40, help="Of the schedule.")
+    usual = "digits_noisy data.label_noise=0.0 method=mesa"
+    parser.add_argument("run", nargs="?", default=usual)
+    parser.add_argument("--data", help="An .npz of the recipe's data, instead of a download.")
     parser.add_argument("--at", type=int, nargs="+", default=[6, 10, 20, 40])
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    data = load_data(work(args, {}).data)
-    rows = [row for name in args.settings for row in measure(args, name, data)]
-    stem = Path(args.data).stem
-    heading = f"{stem}, {args.model}, a schedule of {args.epochs} epochs, one seed:"
-    record.write(f"mesa_parts_{stem}", "MESA's parts", {heading: rows}, args.out)
+    config = config_of(args.run, 0, args.data)
+    data = load_data(config.data)
+    rows = []
+    for name in args.settings:
+        settings = {**config.method.settings, **{**SETTINGS, **SEEING}[name]}
+        one = dataclasses.replace(config, method=MethodConfig("mesa", settings))
+        rows += measure(one, name, data, args.at)
+    theme, heading = f"mesa_parts_{folder_of(args.run)}", f"`{args.run}`, one seed:"
+    record.write(theme, "MESA's parts", {heading: rows}, args.out)

@@ -37,11 +37,11 @@ def write(
     text = "\n".join(body) + "\n"
     print(text)
     machine = "cpu" if device.type == "cpu" else facts["hardware"].split()[-1].lower()
-    stem = out / f"{theme}_{machine}_{facts['date']}"
+    stem = f"{theme}_{machine}_{facts['date']}"
     out.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".md").write_text(text)
+    (out / f"{stem}.md").write_text(text)
     record = {**facts, "tables": sections, **({} if raw is None else {"raw": raw})}
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def merge(theme: str, machine: str, date: str, out: Path) -> None:

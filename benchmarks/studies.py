@@ -26,6 +26,8 @@ RESNET = "cifar100_resnet18"
 _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
+_SMALL = "cifar10_small method=mesa method.decay=0.9975"
+"""Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
     *("method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
@@ -65,6 +67,10 @@ STUDIES = {
             ],
         ),
     ),
+    "cutout": Study(
+        "With Cutout: CIFAR-100, ResNet-18, 200 epochs",
+        tuple(f"{RESNET}_{method} data.cutout=16" for method in ("base", "sam", "saf", "mesa")),
+    ),
     "stores": Study(
         "SAF's storage: CIFAR-100, ResNet-18, 200 epochs",
         _changes(f"{RESNET}_saf", ["method.storage=float32", "method.storage=uint8"]),
@@ -90,6 +96,26 @@ STUDIES = {
                     f"{_QUARTER} method.warmup=false",
                     "method.temperature=1.0 method.weight=3.0 method.start_epoch=12",
                     "method.temperature=1.0 method.weight=2.0 method.start_epoch=25",
+                ],
+            ),
+        ),
+    ),
+    "small": Study(
+        "What MESA's teacher sees: 5,000 small images of CIFAR-10, 60 epochs",
+        (
+            "cifar10_small",
+            *(
+                f"cifar10_small method={name}"
+                for name in ("sam", "saf", "saf_shuffled", "label_smoothing")
+            ),
+            *_changes(
+                _SMALL,
+                [
+                    "method.weight=0.3",
+                    "method.weight=0.3 method.batch_statistics=true",
+                    "method.weight=0.3 method.another_view=true",
+                    "method.weight=0.3 method.another_view=true method.batch_statistics=true",
+                    "method.another_view=true method.batch_statistics=true",
                 ],
             ),
         ),

@@ -17,7 +17,7 @@ from saltflat.train.methods import check_method
 from saltflat.train.models import build_model
 
 RECIPES = {p.stem: p for p in (Path(__file__).parent.parent / "recipes").iterdir()}
-DEMO, SMALL = "digits_noisy", "cifar100_small"
+DEMO, SMALL = "digits_noisy", "cifar10_small"
 
 METHODS = {"base", "sam", "asam", "gsam", "esam", "looksam", "msam", "saf", "mesa"} | {
     "label_smoothing",
@@ -193,10 +193,10 @@ def test_the_demo_has_its_setting_and_no_paper_figure():
 
 def test_the_small_one_trains_and_tests_on_training_images():
     recipe = config(SMALL)
-    assert (recipe.data.name, recipe.method.name) == ("cifar100", "base")
+    assert (recipe.data.name, recipe.method.name) == ("cifar10", "base")
     assert (recipe.data.train_size - recipe.data.holdout, recipe.data.holdout) == (5000, 10000)
     text = RECIPES[SMALL].read_text()
-    assert text.startswith("# for a CPU: 5,000 images of CIFAR-100's training set")
+    assert text.startswith("# for a CPU: 5,000 images of CIFAR-10's training set")
     assert "paper" not in text
 
 
