@@ -194,9 +194,9 @@ def test_the_demo_has_its_setting_and_no_paper_figure():
 def test_the_small_one_trains_and_tests_on_training_images():
     recipe = config(SMALL)
     assert (recipe.data.name, recipe.method.name) == ("cifar10", "base")
-    assert (recipe.data.train_size - recipe.data.holdout, recipe.data.holdout) == (5000, 10000)
+    assert (recipe.data.train_size - recipe.data.holdout, recipe.data.holdout) == (2000, 10000)
     text = RECIPES[SMALL].read_text()
-    assert text.startswith("# for a CPU: 5,000 images of CIFAR-10's training set")
+    assert text.startswith("# for a CPU: 2,000 images of CIFAR-10's training set")
     assert "paper" not in text
 
 
