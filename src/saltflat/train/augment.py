@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from saltflat.indexed import with_index
 from saltflat.train.config import DataConfig, require
-from saltflat.train.data import Data, Labelled
+from saltflat.train.data import Data, Labelled, resized
 
 ORDER, AUGMENT, MIX, RANK, VIEW = range(5)
 """What a stream of random numbers is for."""
@@ -275,7 +275,7 @@ def shifted(images: Tensor, place: Tensor) -> Tensor:
 def random_part(image: Tensor, shapes: list[list[float]], place: list[float], size: int) -> Tensor:
     """A random part of an image, as `part_box` says, resized to a square."""
     top, left, down, across = part_box(image.shape[1], image.shape[2], shapes, place)
-    return _resized(image[:, top : top + down, left : left + across], size, size)
+    return resized(image[None, :, top : top + down, left : left + across], size, size)[0]
 
 
 def part_box(
@@ -308,11 +308,7 @@ def centred(image: Tensor, size: int) -> Tensor:
     scale = size * 8 / 7 / min(height, width)
     height, width = max(size, round(height * scale)), max(size, round(width * scale))
     top, left = (height - size) // 2, (width - size) // 2
-    return _resized(image, height, width)[:, top : top + size, left : left + size]
-
-
-def _resized(image: Tensor, height: int, width: int) -> Tensor:
-    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+    return resized(image[None], height, width)[0, :, top : top + size, left : left + size]
 
 
 def statistics(data: Data, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

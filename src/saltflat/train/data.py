@@ -217,14 +217,15 @@ def _in_memory(config: DataConfig, train: Labelled, test: Labelled, num_classes:
     channels, side = train.images.shape[1:3]
     size, known = config.image_size or side, KNOWN.get(config.name)
     if size != side:  # whose deviation is another, too
-        train, test = (Labelled(_resized(s.images, size), s.labels) for s in (train, test))
+        train, test = (Labelled(resized(s.images, size, size), s.labels) for s in (train, test))
         known = None
     mean, std = known or _statistics(train.images)
     return Data(train, test, num_classes, channels, size, mean, std)
 
 
-def _resized(images: Tensor, size: int) -> Tensor:
-    return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+def resized(images: Tensor, height: int, width: int) -> Tensor:
+    """A batch of images in another size."""
+    return F.interpolate(images, (height, width), mode="bilinear", antialias=True)
 
 
 def _statistics(images: Tensor) -> Statistics:
