@@ -26,6 +26,7 @@ RESNET = "cifar100_resnet18"
 _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
+_VIEW = "method.another_view=true"
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DIGITS = (
@@ -96,6 +97,10 @@ STUDIES = {
                     f"{_QUARTER} method.warmup=false",
                     "method.temperature=1.0 method.weight=3.0 method.start_epoch=12",
                     "method.temperature=1.0 method.weight=2.0 method.start_epoch=25",
+                    _VIEW,
+                    *(f"{_VIEW} method.weight={weight}" for weight in (0.3, 3.0)),
+                    f"{_VIEW} method.batch_statistics=true",
+                    *(f"{_VIEW} method.temperature=1.0 method.weight={w}" for w in (1.0, 3.0)),
                 ],
             ),
         ),
