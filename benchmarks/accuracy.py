@@ -66,7 +66,7 @@ def config_of(line: str, seed: int, data: str | None = None) -> Config:
     kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "method": MethodConfig}
     parts = {name: kinds[name](**values.pop(name, {})) for name in kinds}
     config = Config(**parts, **values, track_sharpness=10)
-    tests = EVERY if config.epochs > 50 else 1
+    tests = max(EVERY, config.epochs // 40) if config.epochs > 50 else 1
     return dataclasses.replace(config, checkpoint_every=config.epochs, evaluate_every=tests)
 
 
@@ -148,13 +148,15 @@ def tables(args: argparse.Namespace) -> None:
 
 
 def table(study: Study, kept: Path = KEPT) -> str:
-    """A study as far as it was measured, in Markdown; empty where nothing was."""
+    """A study as far as it was measured, in Markdown; empty where nothing but its base was."""
     rows = []
     first = study.lines[0]
     base = judged(first, kept)
-    for line in study.lines:
-        if not (found := results(line, kept)):
-            continue
+    measured = [line for line in study.lines if results(line, kept)]
+    if measured in ([], [first]):
+        return ""
+    for line in measured:
+        found = results(line, kept)
         accuracy = judged(line, kept)
         common = [] if line == first else sorted(accuracy.keys() & base.keys())
         pairs = [accuracy[seed] for seed in common], [base[seed] for seed in common]
@@ -172,7 +174,7 @@ def table(study: Study, kept: Path = KEPT) -> str:
             ]
         )
     head = ["run", "seeds", "last epoch", "difference", "best epoch", "teacher", "sharpness"]
-    return markdown([[*head, "paper"], *rows]) if rows else ""
+    return markdown([[*head, "paper"], *rows])
 
 
 def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:

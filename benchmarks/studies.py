@@ -40,7 +40,10 @@ _DIGITS = (
 STUDIES = {
     "table": Study(
         "CIFAR-100, ResNet-18, 200 epochs, the paper's settings",
-        tuple(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+        (
+            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+            f"{RESNET}_mesa {_VIEW}",
+        ),
     ),
     "controls": Study(
         "The controls: CIFAR-100, ResNet-18, 200 epochs",
@@ -120,6 +123,7 @@ STUDIES = {
                     "method.weight=0.3 method.batch_statistics=true",
                     "method.weight=0.3 method.another_view=true",
                     "method.weight=0.3 method.another_view=true method.batch_statistics=true",
+                    "method.another_view=true",
                     "method.another_view=true method.batch_statistics=true",
                 ],
             ),

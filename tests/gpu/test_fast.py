@@ -55,6 +55,7 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
     check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_mesas_ways_to_see_a_batch_are_recorded(compiled, images, tmp_path, capfd):
     settings = {"start_epoch": 1, "another_view": True, "batch_statistics": True}
