@@ -40,9 +40,16 @@ _DIGITS = (
 STUDIES = {
     "table": Study(
         "CIFAR-100, ResNet-18, 200 epochs, the paper's settings",
+        tuple(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+    ),
+    "mesa_200": Study(
+        "MESA's settings: CIFAR-100, ResNet-18, 200 epochs",
         (
-            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
-            f"{RESNET}_mesa {_VIEW}",
+            f"{RESNET}_base",
+            *_changes(
+                f"{RESNET}_mesa {_VIEW}",
+                ["method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"],
+            ),
         ),
     ),
     "controls": Study(
@@ -127,6 +134,13 @@ STUDIES = {
                     "method.another_view=true method.batch_statistics=true",
                 ],
             ),
+        ),
+    ),
+    "small_400": Study(
+        "2,000 small images of CIFAR-10, 400 epochs",
+        (
+            "cifar10_small epochs=400",
+            *_changes(f"{_SMALL} {_VIEW} epochs=400", ["method.weight=0.3", "method.weight=0.1"]),
         ),
     ),
     "digits": Study(
