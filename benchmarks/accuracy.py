@@ -7,10 +7,12 @@ What there is to run is in studies.py. Some runs are trained at once on a GPU.
     python benchmarks/accuracy.py keep runs/accuracy
     python benchmarks/accuracy.py unpack runs/kept
     python benchmarks/accuracy.py tables
+    python benchmarks/accuracy.py less "digits_noisy method=saf" "digits_noisy method=saf_shuffled"
 
 `train` leaves ordinary runs, which `saltflat report` reads. `keep` copies their figures, every
 fifth epoch of them, to `results/accuracy`; `unpack` makes runs of these again, for `saltflat
-report`; `tables` prints what is there, as docs/results.md has it.
+report`; `tables` prints what is there, as docs/results.md has it, and `less` the difference between
+two of its rows, paired by seed.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def config_of(line: str, seed: int, data: str | None = None) -> Config:
     kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "method": MethodConfig}
     parts = {name: kinds[name](**values.pop(name, {})) for name in kinds}
     config = Config(**parts, **values, track_sharpness=10)
-    tests = max(EVERY, config.epochs // 40) if config.epochs > 50 else 1
+    tests = EVERY * max(1, config.epochs // 200) if config.epochs > 50 else 1
     return dataclasses.replace(config, checkpoint_every=config.epochs, evaluate_every=tests)
 
 
@@ -151,22 +153,19 @@ def table(study: Study, kept: Path = KEPT) -> str:
     """A study as far as it was measured, in Markdown; empty where nothing but its base was."""
     rows = []
     first = study.lines[0]
-    base = judged(first, kept)
-    measured = [line for line in study.lines if results(line, kept)]
-    if measured in ([], [first]):
+    measured = {line: found for line in study.lines if (found := results(line, kept))}
+    if measured.keys() <= {first}:
         return ""
-    for line in measured:
-        found = results(line, kept)
+    for line, found in measured.items():
         accuracy = judged(line, kept)
-        common = [] if line == first else sorted(accuracy.keys() & base.keys())
-        pairs = [accuracy[seed] for seed in common], [base[seed] for seed in common]
+        gain = None if line == first else difference(line, first, kept)
         teachers = [r["teacher_accuracy"] for r in found.values() if r["teacher_accuracy"]]
         rows.append(
             [
                 f"`{line}`",
                 " ".join(map(str, accuracy)),
                 _shown(interval(list(accuracy.values()))),
-                _shown(paired(*pairs)) if common else "",
+                "" if gain is None else _shown(gain),
                 f"{fmean(r['best_accuracy'] for r in found.values()):.2f}",
                 f"{fmean(teachers):.2f}" if teachers else "",
                 f"{fmean(r['sharpness'] for r in found.values()):.4f}",
@@ -175,6 +174,19 @@ def table(study: Study, kept: Path = KEPT) -> str:
         )
     head = ["run", "seeds", "last epoch", "difference", "best epoch", "teacher", "sharpness"]
     return markdown([[*head, "paper"], *rows])
+
+
+def difference(line: str, other: str, kept: Path = KEPT) -> Interval | None:
+    """How far one run is above another in the seeds of both; None where there are no such."""
+    ours, theirs = judged(line, kept), judged(other, kept)
+    common = sorted(ours.keys() & theirs.keys())
+    pairs = [ours[seed] for seed in common], [theirs[seed] for seed in common]
+    return paired(*pairs) if common else None
+
+
+def less(args: argparse.Namespace) -> None:
+    found = difference(args.line, args.other, args.kept)
+    print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")
 
 
 def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:
@@ -225,6 +237,11 @@ def main(words: list[str] | None = None) -> None:
     one.add_argument("--kept", type=Path, default=KEPT)
     one = commands.add_parser("tables")
     one.set_defaults(run=tables)
+    one.add_argument("--kept", type=Path, default=KEPT)
+    one = commands.add_parser("less")
+    one.set_defaults(run=less)
+    one.add_argument("line", help="A run of the tables.")
+    one.add_argument("other", help="Another, which is subtracted from it.")
     one.add_argument("--kept", type=Path, default=KEPT)
     args = parser.parse_args(words)
     args.run(args)

@@ -11,7 +11,7 @@ A model is trained with each setting. After some epochs, on the same training im
 
     python benchmarks/mesa_parts.py
     python benchmarks/mesa_parts.py "cifar10_small method=mesa method.decay=0.9937" \
-        --data cifar100.npz --at 10 20 40 80 --settings "0.8, T = 5, T^2"
+        --data cifar10.npz --at 10 20 40 80 --settings "0.8, T = 5, T^2"
 
 The run is one of accuracy.py's.
 """

@@ -63,7 +63,11 @@ def test_options_of_a_run():
     assert config.data == DataConfig("mine.npz", augment="basic", batch_size=128, cutout=16)
     assert config.method == MethodConfig("saf", {"storage": "uint8"})
     assert (config.seed, config.epochs, config.checkpoint_every) == (3, 7, 7)
-    assert accuracy.config_of("cifar100_resnet18_saf", 0).evaluate_every == 5
+    tests = {50: 1, 60: 5, 200: 5, 400: 10}
+    for epochs, every in tests.items():
+        assert (
+            accuracy.config_of(f"cifar100_resnet18_saf epochs={epochs}", 0).evaluate_every == every
+        )
     other = accuracy.config_of("cifar100_resnet18_saf method=ema method.decay=0.9", 0)
     assert other.method == MethodConfig("ema", {"decay": 0.9})
 
@@ -90,3 +94,20 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     accuracy.main(["tables", "--kept", str(kept)])
     said = capsys.readouterr().out
     assert f"| `digits_noisy method=saf` | 0 1 | {sum(runs.values()) / 2:.2f} [" in said
+
+
+def test_one_row_less_another(tmp_path, capsys):
+    def write(line, **accuracies):
+        runs = {seed: {"result": {"accuracy": value}} for seed, value in accuracies.items()}
+        (tmp_path / f"{accuracy.folder_of(line)}.json").write_text(json.dumps(runs))
+
+    write("digits_noisy method=saf", seed0=91.0, seed1=93.0, seed4=99.0)
+    write("digits_noisy method=sam", seed0=90.0, seed1=91.0, seed3=10.0)
+    write("digits_noisy method=base", seed3=50.0)
+    for other, said in [
+        ("sam", "1.50 [-4.85, 7.85], n = 2"),  # 12.706 * sqrt(0.5) / sqrt(2) either side
+        ("base", "no seed of both"),
+    ]:
+        lines = [f"digits_noisy method={name}" for name in ("saf", other)]
+        accuracy.main(["less", *lines, "--kept", str(tmp_path)])
+        assert capsys.readouterr().out.strip() == said
