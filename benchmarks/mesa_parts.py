@@ -7,11 +7,14 @@ A model is trained with each setting. After some epochs, on the same training im
   own, estimated anew from training images, instead of the average of the model's;
 - the norm of the term's gradient, as a share of the cross-entropy's, and the cosine between them;
 - the trajectory loss (temperature 5, squared) to a teacher that sees the model's images, or these
-  augmented anew, and normalises by averaged statistics, or by the batch.
+  augmented anew, and normalises by averaged statistics, or by the batch;
+- how far the outputs of the model, in training, and of its teacher spread over the classes (the
+  standard deviation), and the norm of the model's weights.
 
     python benchmarks/mesa_parts.py
-    python benchmarks/mesa_parts.py "cifar10_small method=mesa method.decay=0.9937" \
-        --data cifar10.npz --at 10 20 40 80 --settings "0.8, T = 5, T^2"
+    python benchmarks/mesa_parts.py "cifar10_small epochs=400 method=mesa method.decay=0.9937" \
+        --data cifar10.npz --at 40 80 120 160 200 \
+        --settings "next to no pull" "0.3, another view" "0.3, another view, spreads matched"
 
 The run is one of accuracy.py's.
 """
@@ -50,9 +53,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "0.8, T = 5": {"tau_squared": False},
     "1, T = 1": {"weight": 1.0, "temperature": 1.0},
 }
-SEEING: dict[str, dict[str, Any]] = {
-    "another view, averaged statistics": {"another_view": True},
-    "another view, batch statistics": {"another_view": True, "batch_statistics": True},
+_VIEW = {"weight": 0.3, "another_view": True}
+SPREADS: dict[str, dict[str, Any]] = {
+    "next to no pull": {"weight": 1e-6},
+    "0.3, another view": _VIEW,
+    "0.3, another view, spreads matched": {**_VIEW, "match_spread": True},
 }
 
 
@@ -101,6 +106,11 @@ def parts(config: Config, state: State, loader: TrainLoader, tests: TestSet) -> 
         for how, teacher in (("averages", mesa.teacher), ("batch", mesa.teacher.by_batch)):
             pull = divergence(state.model, teacher, batches, another)
             shown[f"{view}, {how}"] = f"{pull:.4f}"
+    trained = copy.deepcopy(state.model).train()
+    shown["model's spread"] = f"{spread(trained, batches):.2f}"
+    shown["teacher's spread"] = f"{spread(mesa.teacher, batches):.2f}"
+    weights = torch.cat([weight.detach().flatten() for weight in state.model.parameters()])
+    shown["weights"] = f"{float(weights.norm()):.1f}"
     return shown
 
 
@@ -136,6 +146,11 @@ def divergence(
         float(trajectory_loss(model(batch.images), teacher(seen_of(batch, another))))
         for batch in batches
     )
+
+
+@torch.no_grad()
+def spread(model: nn.Module, batches: list[Batch]) -> float:
+    return fmean(float(model(batch.images).float().std(-1).mean()) for batch in batches)
 
 
 def gradients(
@@ -175,7 +190,7 @@ if __name__ == "__main__":
     data = load_data(config.data)
     rows = []
     for name in args.settings:
-        settings = {**config.method.settings, **{**SETTINGS, **SEEING}[name]}
+        settings = {**config.method.settings, **{**SETTINGS, **SPREADS}[name]}
         one = dataclasses.replace(config, method=MethodConfig("mesa", settings))
         rows += measure(one, name, data, args.at)
     theme, heading = f"mesa_parts_{folder_of(args.run)}", f"`{args.run}`, one seed:"

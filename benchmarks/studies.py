@@ -27,6 +27,7 @@ _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
+_SPREAD = "method.match_spread=true"
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DIGITS = (
@@ -35,12 +36,18 @@ _DIGITS = (
     *(f"method=mesa method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
     *(f"method=mesa method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
     "method=mesa method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
+    *(f"method=mesa method.{change}" for change in ("weight=0.3", "weight=0.1")),
+    "method=mesa method.tau_squared=false",
+    *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method={name}" for name in _CONTROLS),
 )
 STUDIES = {
     "table": Study(
-        "CIFAR-100, ResNet-18, 200 epochs, the paper's settings",
-        tuple(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+        "CIFAR-100, ResNet-18, 200 epochs, the paper's settings, and the controls",
+        (
+            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+            *(f"{RESNET}_base method={name}" for name in _CONTROLS),
+        ),
     ),
     "mesa_200": Study(
         "MESA's settings: CIFAR-100, ResNet-18, 200 epochs",
@@ -48,16 +55,12 @@ STUDIES = {
             f"{RESNET}_base",
             *_changes(
                 f"{RESNET}_mesa {_VIEW}",
-                ["method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"],
+                [
+                    *("method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"),
+                    *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
+                    "method.temperature=1.0 method.weight=1.0",
+                ],
             ),
-        ),
-    ),
-    "controls": Study(
-        "The controls: CIFAR-100, ResNet-18, 200 epochs",
-        _changes(
-            f"{RESNET}_base",
-            [f"method={name}" for name in _CONTROLS],
-            f"{RESNET}_saf",
         ),
     ),
     "cifar10": Study(
@@ -132,6 +135,7 @@ STUDIES = {
                     f"method.weight=0.3 {_VIEW} method.batch_statistics=true",
                     _VIEW,
                     f"{_VIEW} method.batch_statistics=true",
+                    *(f"{weight}{_VIEW} {_SPREAD}" for weight in ("method.weight=0.3 ", "")),
                 ],
             ),
         ),
@@ -141,6 +145,7 @@ STUDIES = {
         (
             "cifar10_small epochs=400",
             *_changes(f"{_SMALL} {_VIEW} epochs=400", ["method.weight=0.3", "method.weight=0.1"]),
+            *_changes(f"{_SMALL} {_VIEW} {_SPREAD} epochs=400", ["method.weight=0.3"]),
         ),
     ),
     "digits": Study(

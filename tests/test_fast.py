@@ -102,10 +102,10 @@ def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, mo
 
 
 def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch):
-    settings = {"start_epoch": 1, "another_view": True, "batch_statistics": True}
+    ways = ("another_view", "batch_statistics", "match_spread")
 
     def mesa(**changes):
-        method = MethodConfig("mesa", {**settings, **changes})
+        method = MethodConfig("mesa", {"start_epoch": 1, **dict.fromkeys(ways, True), **changes})
         return dataclasses.replace(config("mesa"), method=method)
 
     fit(mesa(), tmp_path / "recorded")
@@ -113,7 +113,7 @@ def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch)
     monkeypatch.undo()
     fit(mesa(), tmp_path / "plain")
     same_figures(tmp_path / "recorded", tmp_path / "plain")
-    for name in ("another_view", "batch_statistics"):
+    for name in ways:
         fit(mesa(**{name: False}), tmp_path / name)
         ours, theirs = (read_metrics(tmp_path / run)[-1] for run in ("plain", name))
         assert ours["extra_loss"] != pytest.approx(theirs["extra_loss"], rel=0.01)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA
+from saltflat.trajectory import match_spread
 
 
 def test_training_equals_algorithm_1():
@@ -277,3 +278,62 @@ def test_with_batch_statistics_the_two_differ_by_their_weights_alone():
     with torch.no_grad():
         model[0].weight += 0.1
     assert mesa(model(x), x) > 0
+
+
+def spread_and_teacher(**settings):
+    """A model whose teacher is another network, and MESA of the two."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(FEATURES, CLASSES).double(), torch.randn(5, FEATURES).double()
+    mesa = MESA(nn.Linear(FEATURES, CLASSES).double(), start_epoch=0, **settings)
+    mesa.set_epoch(0)
+    return model, mesa, x
+
+
+def test_matching_the_spread_is_what_the_formula_says():
+    model, mesa, x = spread_and_teacher(weight=0.7, temperature=2.0, match_spread=True)
+    z, q = model(x).detach().numpy(), mesa.teacher(x).numpy()
+    q = q * z.std(-1, keepdims=True) / q.std(-1, keepdims=True)
+    p, now = (np.exp(v / 2) / np.exp(v / 2).sum(-1, keepdims=True) for v in (q, z))
+    expected = 0.7 * 4 * (p * np.log(p / now)).sum(-1).mean()
+    np.testing.assert_allclose(mesa(model(x), x).item(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("match_spread", [False, True])
+def test_how_large_the_teachers_outputs_are_matters_unless_spreads_are_matched(match_spread):
+    model, mesa, x = spread_and_teacher(match_spread=match_spread)
+    before = mesa(model(x), x)
+    for tensor in mesa.teacher.module.parameters():
+        tensor *= 3
+    after = mesa(model(x), x)
+    assert torch.allclose(before, after, rtol=1e-12) == match_spread
+
+
+def test_with_matched_spreads_a_teacher_that_is_the_model_pulls_by_nothing():
+    model, _, x = spread_and_teacher()
+    mesa = MESA(model, start_epoch=0, match_spread=True)
+    mesa.set_epoch(0)
+    logits = model(x)
+    loss = mesa(logits, x)
+    loss.backward()
+    assert loss == 0 and not model.weight.grad.any()
+
+
+def test_rows_without_a_spread_or_a_number_do_not_hinder_the_others():
+    model, mesa, x = spread_and_teacher(match_spread=True)
+    logits = model(x)
+    expected = mesa(logits, x) * 5
+    logits = torch.cat([logits, torch.full((1, CLASSES), torch.nan).double()])
+    got = mesa(logits, torch.cat([x, x[:1]])) * 5
+    torch.testing.assert_close(got, expected)
+    assert mesa.nonfinite_rows == 1
+    for tensor in mesa.teacher.module.parameters():
+        tensor.zero_()  # the same output for every class
+    same = mesa(model(x), x)
+    assert same.isfinite() and same > 0
+
+
+def test_spreads_are_matched_in_float32_whatever_comes_in():
+    z, q = torch.randn(2, 4, CLASSES, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = match_spread(q, z)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.std(-1), z.float().std(-1))

@@ -36,6 +36,21 @@ def test_the_page_has_every_table_as_the_results_make_it():
     assert all(any(text in part for part in parts) for text in settings)
 
 
+def test_the_readmes_accuracies_are_the_results():
+    readme = (ROOT / "README.md").read_text()
+    rows = {
+        re.search(r"recipes/(\w+)", cells[0])[1]: cells[1:]
+        for line in readme.partition("## Accuracy")[2].partition("\n## ")[0].splitlines()
+        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
+        and "recipes/" in cells[0]
+    }
+    table = [line.strip("|").split("|") for line in accuracy.table(STUDIES["table"]).splitlines()]
+    measured = {cells[0].strip(" `"): [cell.strip() for cell in cells] for cells in table[2:]}
+    assert rows == {
+        recipe: [*cells[1:4], cells[7]] for recipe, cells in measured.items() if " " not in recipe
+    }
+
+
 def test_everything_that_was_kept_is_of_a_study():
     assert KEPT.keys() <= {accuracy.folder_of(line) for line in LINES}
 

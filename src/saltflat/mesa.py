@@ -15,6 +15,7 @@ from saltflat import _capture
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
+from saltflat.trajectory import match_spread
 
 
 class MESA(TrajectoryTerm):
@@ -39,6 +40,9 @@ class MESA(TrajectoryTerm):
         batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
             does in training, instead of by averaged statistics; `teacher.fold()` then saves
             nothing.
+        match_spread: Whether each row of the teacher's outputs is stretched to spread over the
+            classes as the model's does. An average is surer of training images than the model, and
+            a pull to its larger outputs makes both grow.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -73,6 +77,7 @@ class MESA(TrajectoryTerm):
         tau_squared: bool = True,
         warmup: bool = True,
         batch_statistics: bool = False,
+        match_spread: bool = False,
         interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -83,6 +88,7 @@ class MESA(TrajectoryTerm):
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
         self.interval = interval
         self.batch_statistics = batch_statistics
+        self.match_spread = match_spread
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -125,6 +131,8 @@ class MESA(TrajectoryTerm):
                 "give MESA a model that returns the tensor of logits itself, or has it as .logits"
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
+        if self.match_spread:
+            reference = match_spread(reference, logits)
         if can_fuse(logits):
             return self._fused_loss(logits, Given(reference.contiguous()))[0]
         return self._loss(logits, reference, self._finite_rows(logits, reference))

@@ -87,6 +87,24 @@ def trajectory_loss(
     return loss
 
 
+def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
+    """The reference, each row stretched to spread over the classes as the row of the logits does.
+
+    The spread is the standard deviation; a row without any stays as it is. Computed in float32
+    (float64 for float64 logits), without a gradient.
+
+    Example:
+        >>> import torch
+        >>> match_spread(torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[0., 1.]])
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    reference = reference.detach().to(dtype)
+    have = reference.var(-1, correction=0, keepdim=True)
+    want = logits.detach().to(dtype).var(-1, correction=0, keepdim=True)
+    return reference * torch.where(have == 0, 1.0, want / have).sqrt()
+
+
 class _TemperedKL(torch.autograd.Function):
     """Mean of scale * KL(p || q) over the valid rows, with q = softmax(logits / T).
 
