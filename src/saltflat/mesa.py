@@ -40,9 +40,10 @@ class MESA(TrajectoryTerm):
         batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
             does in training, instead of by averaged statistics; `teacher.fold()` then saves
             nothing.
-        match_spread: Whether each row of the teacher's outputs is stretched to spread over the
-            classes as the model's does. An average is surer of training images than the model, and
-            a pull to its larger outputs makes both grow.
+        match_spread: Whether the teacher's outputs are multiplied by a number with which the batch,
+            on this process, spreads over the classes as far as the model's does. An average is
+            surer of training images than the model, and a pull to its larger outputs makes both
+            grow.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.

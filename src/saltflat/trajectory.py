@@ -88,10 +88,11 @@ def trajectory_loss(
 
 
 def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
-    """The reference, each row stretched to spread over the classes as the row of the logits does.
+    """The reference times a number, with which it spreads over the classes as the logits do.
 
-    The spread is the standard deviation; a row without any stays as it is. Computed in float32
-    (float64 for float64 logits), without a gradient.
+    The spread is the root of the rows' mean variance, over rows that are finite in both; which row
+    spreads further than another stays as it was. A reference without any spread stays, too.
+    Computed in float32 (float64 for float64 logits), without a gradient.
 
     Example:
         >>> import torch
@@ -99,10 +100,11 @@ def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
         tensor([[0., 1.]])
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    reference = reference.detach().to(dtype)
-    have = reference.var(-1, correction=0, keepdim=True)
-    want = logits.detach().to(dtype).var(-1, correction=0, keepdim=True)
-    return reference * torch.where(have == 0, 1.0, want / have).sqrt()
+    logits, reference = (outputs.detach().to(dtype) for outputs in (logits, reference))
+    variances = [outputs.var(-1, correction=0) for outputs in (logits, reference)]
+    finite = variances[0].isfinite() & variances[1].isfinite()
+    want, have = (torch.where(finite, rows, 0.0).sum() for rows in variances)
+    return reference * torch.where(have > 0, want / have, 1.0).sqrt()
 
 
 class _TemperedKL(torch.autograd.Function):
