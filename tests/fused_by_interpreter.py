@@ -4,6 +4,7 @@ Run by test_fused.py in a process of its own, with TRITON_INTERPRET=1 in its env
 """
 
 import warnings
+from functools import partial
 
 import torch
 
@@ -120,21 +121,23 @@ def an_index_out_of_range_is_masked_and_counted() -> None:
 
 
 def mesas_loss_is_pytorchs() -> None:
-    def run():
+    def run(match_spread, dtype):
         torch.manual_seed(2)
-        model = torch.nn.Linear(4, 6)
-        term = MESA(model, start_epoch=0, interval=2)
+        model = torch.nn.Linear(4, 6, dtype=dtype)
+        term = MESA(model, start_epoch=0, interval=2, match_spread=match_spread)
         term.set_epoch(0)
         model.weight.data += 0.5
-        x = torch.randn(8, 4)
+        x = torch.randn(8, 4, dtype=dtype)
         x[1, 0] = float("nan")
         loss = term(model(x), x)
         loss.backward()
         assert term.nonfinite_rows == 1
         return [loss.detach(), torch.nan_to_num(model.weight.grad)]
 
-    for got, expected in both(run):
-        torch.testing.assert_close(got, expected)
+    for match_spread in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            for got, expected in both(partial(run, match_spread, dtype)):
+                torch.testing.assert_close(got, expected)
 
 
 def averages_are_lerps() -> None:
