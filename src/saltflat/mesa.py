@@ -43,7 +43,7 @@ class MESA(TrajectoryTerm):
         match_spread: Whether the teacher's outputs are multiplied by a number with which the batch,
             on this process, spreads over the classes as far as the model's does. An average is
             surer of training images than the model, and a pull to its larger outputs makes both
-            grow.
+            grow. The number is a constant to the gradient.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.

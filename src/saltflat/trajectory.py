@@ -90,8 +90,8 @@ def trajectory_loss(
 def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
     """The reference times a number, with which it spreads over the classes as the logits do.
 
-    The spread is the root of the rows' mean variance, over rows that are finite in both; which row
-    spreads further than another stays as it was. A reference without any spread stays, too.
+    The spread is the root of the rows' mean variance, over rows whose variances are finite; which
+    row spreads further than another stays as it was. A reference without any spread stays, too.
     Computed in float32 (float64 for float64 logits), without a gradient.
 
     Example:
@@ -103,8 +103,8 @@ def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
     logits, reference = (outputs.detach().to(dtype) for outputs in (logits, reference))
     variances = [outputs.var(-1, correction=0) for outputs in (logits, reference)]
     finite = variances[0].isfinite() & variances[1].isfinite()
-    want, have = (torch.where(finite, rows, 0.0).sum() for rows in variances)
-    return reference * torch.where(have > 0, want / have, 1.0).sqrt()
+    want, have = (torch.where(finite, rows, 0.0).sum().sqrt() for rows in variances)
+    return reference * torch.where(have > 0, want / have, 1.0)
 
 
 class _TemperedKL(torch.autograd.Function):
