@@ -36,8 +36,10 @@ _DIGITS = (
     *(f"method=mesa method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
     *(f"method=mesa method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
     "method=mesa method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
-    *(f"method=mesa method.{change}" for change in ("weight=0.3", "weight=0.1")),
-    "method=mesa method.tau_squared=false",
+    *(
+        f"method=mesa method.{change}"
+        for change in ("weight=0.3", "weight=0.1", "tau_squared=false")
+    ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method={name}" for name in _CONTROLS),
 )
@@ -135,7 +137,7 @@ STUDIES = {
                     f"method.weight=0.3 {_VIEW} method.batch_statistics=true",
                     _VIEW,
                     f"{_VIEW} method.batch_statistics=true",
-                    *(f"{weight}{_VIEW} {_SPREAD}" for weight in ("method.weight=0.3 ", "")),
+                    f"{_VIEW} {_SPREAD}",
                 ],
             ),
         ),
@@ -145,7 +147,7 @@ STUDIES = {
         (
             "cifar10_small epochs=400",
             *_changes(f"{_SMALL} {_VIEW} epochs=400", ["method.weight=0.3", "method.weight=0.1"]),
-            *_changes(f"{_SMALL} {_VIEW} {_SPREAD} epochs=400", ["method.weight=0.3"]),
+            f"{_SMALL} {_VIEW} {_SPREAD} epochs=400 method.weight=0.3",
         ),
     ),
     "digits": Study(

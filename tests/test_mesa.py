@@ -280,7 +280,7 @@ def test_with_batch_statistics_the_two_differ_by_their_weights_alone():
     assert mesa(model(x), x) > 0
 
 
-def spread_and_teacher(**settings):
+def model_and_another_teacher(**settings):
     """A model whose teacher is another network, and MESA of the two."""
     torch.manual_seed(0)
     model, x = nn.Linear(FEATURES, CLASSES).double(), torch.randn(5, FEATURES).double()
@@ -290,7 +290,7 @@ def spread_and_teacher(**settings):
 
 
 def test_matching_the_spread_is_what_the_formula_says():
-    model, mesa, x = spread_and_teacher(weight=0.7, temperature=2.0, match_spread=True)
+    model, mesa, x = model_and_another_teacher(weight=0.7, temperature=2.0, match_spread=True)
     z, q = model(x).detach().numpy(), mesa.teacher(x).numpy()
     q = q * np.sqrt(z.var(-1).mean() / q.var(-1).mean())
     p, now = (np.exp(v / 2) / np.exp(v / 2).sum(-1, keepdims=True) for v in (q, z))
@@ -300,7 +300,7 @@ def test_matching_the_spread_is_what_the_formula_says():
 
 @pytest.mark.parametrize("match_spread", [False, True])
 def test_how_large_the_teachers_outputs_are_matters_unless_spreads_are_matched(match_spread):
-    model, mesa, x = spread_and_teacher(match_spread=match_spread)
+    model, mesa, x = model_and_another_teacher(match_spread=match_spread)
     before = mesa(model(x), x)
     for tensor in mesa.teacher.module.parameters():
         tensor *= 3
@@ -309,7 +309,7 @@ def test_how_large_the_teachers_outputs_are_matters_unless_spreads_are_matched(m
 
 
 def test_with_matched_spreads_a_teacher_that_is_the_model_pulls_by_nothing():
-    model, _, x = spread_and_teacher()
+    model, _, x = model_and_another_teacher()
     mesa = MESA(model, start_epoch=0, match_spread=True)
     mesa.set_epoch(0)
     logits = model(x)
@@ -319,15 +319,15 @@ def test_with_matched_spreads_a_teacher_that_is_the_model_pulls_by_nothing():
 
 
 def test_rows_without_a_spread_or_a_number_do_not_hinder_the_others():
-    model, mesa, x = spread_and_teacher(match_spread=True)
+    model, mesa, x = model_and_another_teacher(match_spread=True)
     logits = model(x)
-    expected = mesa(logits, x) * 5
+    expected = mesa(logits, x)
     logits = torch.cat([logits, torch.full((1, CLASSES), torch.nan).double()])
-    got = mesa(logits, torch.cat([x, x[:1]])) * 5
+    got = mesa(logits, torch.cat([x, x[:1]]))
     torch.testing.assert_close(got, expected)
     assert mesa.nonfinite_rows == 1
     for tensor in mesa.teacher.module.parameters():
-        tensor *= 1e-160  # its variance is a denormal number
+        tensor *= 1e-160  # too small a variance to divide by
     assert mesa(model(x), x) > 0 and mesa.nonfinite_rows == 1
     for tensor in mesa.teacher.module.parameters():
         tensor.zero_()  # the same output for every class

@@ -91,7 +91,7 @@ def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
     """The reference times a number, with which it spreads over the classes as the logits do.
 
     The spread is the root of the rows' mean variance, over rows whose variances are finite; which
-    row spreads further than another stays as it was. A reference without any spread stays, too.
+    row spreads further than another stays as it was. A reference of next to no spread stays, too.
     Computed in float32 (float64 for float64 logits), without a gradient.
 
     Example:
@@ -103,8 +103,9 @@ def match_spread(reference: Tensor, logits: Tensor) -> Tensor:
     logits, reference = (outputs.detach().to(dtype) for outputs in (logits, reference))
     variances = [outputs.var(-1, correction=0) for outputs in (logits, reference)]
     finite = variances[0].isfinite() & variances[1].isfinite()
-    want, have = (torch.where(finite, rows, 0.0).sum().sqrt() for rows in variances)
-    return reference * torch.where(have > 0, want / have, 1.0)
+    want, have = (torch.where(finite, rows, 0.0).sum() for rows in variances)
+    ratio = want / have
+    return reference * torch.where(ratio.isfinite(), ratio, 1.0).sqrt()
 
 
 class _TemperedKL(torch.autograd.Function):
