@@ -58,6 +58,7 @@ SPREADS: dict[str, dict[str, Any]] = {
     "next to no pull": {"weight": 1e-6},
     "0.3, another view": _VIEW,
     "0.3, another view, spreads matched": {**_VIEW, "match_spread": True},
+    "0.8, another view, spreads matched": {**_VIEW, "weight": 0.8, "match_spread": True},
 }
 
 

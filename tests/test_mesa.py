@@ -298,6 +298,11 @@ def test_matching_the_spread_is_what_the_formula_says():
     np.testing.assert_allclose(mesa(model(x), x).item(), expected, rtol=1e-12)
 
 
+def test_it_says_what_it_does_to_the_teachers_outputs():
+    _, mesa, _ = model_and_another_teacher(match_spread=True, interval=2)
+    assert "batch_statistics=False, match_spread=True, interval=2" in repr(mesa)
+
+
 @pytest.mark.parametrize("match_spread", [False, True])
 def test_how_large_the_teachers_outputs_are_matters_unless_spreads_are_matched(match_spread):
     model, mesa, x = model_and_another_teacher(match_spread=match_spread)

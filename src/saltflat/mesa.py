@@ -173,6 +173,12 @@ class MESA(TrajectoryTerm):
         outputs = teacher(*inputs, **kwargs)
         return getattr(outputs, "logits", outputs)
 
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, batch_statistics={self.batch_statistics}, "
+            f"match_spread={self.match_spread}, interval={self.interval}"
+        )
+
     def _drop(self) -> None:
         """Forget what was started early, when it has ended."""
         if self._ahead is not None:
