@@ -27,9 +27,11 @@ _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
-_SPREAD = "method.match_spread=true"
+_SPREAD = "method.match=spread"
+_NEAREST = "method.match=nearest"
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
+_DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
     *("method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
@@ -41,6 +43,7 @@ _DIGITS = (
         for change in ("weight=0.3", "weight=0.1", "tau_squared=false")
     ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
+    *(f"method=mesa {weight}{_NEAREST}" for weight in ("method.weight=0.3 ", "")),
     *(f"method={name}" for name in _CONTROLS),
 )
 STUDIES = {
@@ -60,6 +63,7 @@ STUDIES = {
                 [
                     *("method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"),
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
+                    *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                     "method.temperature=1.0 method.weight=1.0",
                 ],
             ),
@@ -124,6 +128,7 @@ STUDIES = {
         "What MESA's teacher sees: 2,000 small images of CIFAR-10, 100 epochs",
         (
             "cifar10_small",
+            "cifar10_small optimizer.weight_decay=0.005",
             *(
                 f"cifar10_small method={name}"
                 for name in ("sam", "saf", "saf_shuffled", "label_smoothing")
@@ -138,6 +143,21 @@ STUDIES = {
                     _VIEW,
                     f"{_VIEW} method.batch_statistics=true",
                     f"{_VIEW} {_SPREAD}",
+                ],
+            ),
+        ),
+    ),
+    "small_decayed": Study(
+        "2,000 small images of CIFAR-10, 200 epochs, ten times the weight decay",
+        (
+            _DECAYED,
+            *(f"{_DECAYED} method={name}" for name in ("sam", "saf", "label_smoothing")),
+            *_changes(
+                f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW}",
+                [
+                    "method.weight=0.3",
+                    *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
+                    *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                 ],
             ),
         ),

@@ -11,6 +11,7 @@ import torch
 from saltflat import MESA, SAF, _average, _fused, _term, mesa, saf
 from saltflat._sources import Staged
 from saltflat.codecs import CODECS
+from saltflat.mesa import MATCHES
 
 SAMPLES, BATCH = 20, 9
 warnings.filterwarnings("ignore", message="invalid value encountered", category=RuntimeWarning)
@@ -121,10 +122,10 @@ def an_index_out_of_range_is_masked_and_counted() -> None:
 
 
 def mesas_loss_is_pytorchs() -> None:
-    def run(match_spread, dtype):
+    def run(match, dtype):
         torch.manual_seed(2)
         model = torch.nn.Linear(4, 6, dtype=dtype)
-        term = MESA(model, start_epoch=0, interval=2, match_spread=match_spread)
+        term = MESA(model, start_epoch=0, interval=2, match=match)
         term.set_epoch(0)
         model.weight.data += 0.5
         x = torch.randn(8, 4, dtype=dtype)
@@ -134,9 +135,9 @@ def mesas_loss_is_pytorchs() -> None:
         assert term.nonfinite_rows == 1
         return [loss.detach(), torch.nan_to_num(model.weight.grad)]
 
-    for match_spread in (False, True):
+    for match in MATCHES:
         for dtype in (torch.float32, torch.bfloat16):
-            for got, expected in both(partial(run, match_spread, dtype)):
+            for got, expected in both(partial(run, match, dtype)):
                 torch.testing.assert_close(got, expected)
 
 

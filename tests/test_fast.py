@@ -103,10 +103,10 @@ def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, mo
 
 
 def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch):
-    ways = ("another_view", "batch_statistics", "match_spread")
+    ways = {"another_view": True, "batch_statistics": True, "match": "nearest"}
 
     def mesa(**changes):
-        method = MethodConfig("mesa", {"start_epoch": 1, **dict.fromkeys(ways, True), **changes})
+        method = MethodConfig("mesa", {"start_epoch": 1, **ways, **changes})
         optimizer = OptimizerConfig(lr=0.05, warmup_epochs=0.5)
         return dataclasses.replace(config("mesa"), method=method, optimizer=optimizer)
 
@@ -115,8 +115,9 @@ def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch)
     monkeypatch.undo()
     fit(mesa(), tmp_path / "plain")
     same_figures(tmp_path / "recorded", tmp_path / "plain")
-    for name in ways:
-        fit(mesa(**{name: False}), tmp_path / name)
+    usual = {"another_view": False, "batch_statistics": False, "match": "none"}
+    for name, value in usual.items():
+        fit(mesa(**{name: value}), tmp_path / name)
         ours, theirs = (read_metrics(tmp_path / run)[-1] for run in ("plain", name))
         assert ours["extra_loss"] != pytest.approx(theirs["extra_loss"], rel=0.01)
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA
-from saltflat.trajectory import match_spread
+from saltflat.mesa import MATCHES
+from saltflat.trajectory import matched
 
 
 def test_training_equals_algorithm_1():
@@ -289,33 +290,39 @@ def model_and_another_teacher(**settings):
     return model, mesa, x
 
 
-def test_matching_the_spread_is_what_the_formula_says():
-    model, mesa, x = model_and_another_teacher(weight=0.7, temperature=2.0, match_spread=True)
+@pytest.mark.parametrize("match", ["spread", "nearest"])
+def test_matching_is_what_the_formula_says(match):
+    model, mesa, x = model_and_another_teacher(weight=0.7, temperature=2.0, match=match)
     z, q = model(x).detach().numpy(), mesa.teacher(x).numpy()
-    q = q * np.sqrt(z.var(-1).mean() / q.var(-1).mean())
+    if match == "spread":
+        q = q * np.sqrt(z.var(-1).mean() / q.var(-1).mean())
+    else:
+        flat = [(rows - rows.mean(-1, keepdims=True)).reshape(-1, 1) for rows in (q, z)]
+        q = q * np.linalg.lstsq(*flat)[0]
     p, now = (np.exp(v / 2) / np.exp(v / 2).sum(-1, keepdims=True) for v in (q, z))
     expected = 0.7 * 4 * (p * np.log(p / now)).sum(-1).mean()
     np.testing.assert_allclose(mesa(model(x), x).item(), expected, rtol=1e-12)
 
 
 def test_it_says_what_it_does_to_the_teachers_outputs():
-    _, mesa, _ = model_and_another_teacher(match_spread=True, interval=2)
-    assert "batch_statistics=False, match_spread=True, interval=2" in repr(mesa)
+    _, mesa, _ = model_and_another_teacher(match="spread", interval=2)
+    assert "batch_statistics=False, match='spread', interval=2" in repr(mesa)
 
 
-@pytest.mark.parametrize("match_spread", [False, True])
-def test_how_large_the_teachers_outputs_are_matters_unless_spreads_are_matched(match_spread):
-    model, mesa, x = model_and_another_teacher(match_spread=match_spread)
+@pytest.mark.parametrize("match", MATCHES)
+def test_how_large_the_teachers_outputs_are_matters_unless_they_are_matched(match):
+    model, mesa, x = model_and_another_teacher(match=match)
     before = mesa(model(x), x)
     for tensor in mesa.teacher.module.parameters():
         tensor *= 3
     after = mesa(model(x), x)
-    assert torch.allclose(before, after, rtol=1e-12) == match_spread
+    assert torch.allclose(before, after, rtol=1e-12) == (match != "none")
 
 
-def test_with_matched_spreads_a_teacher_that_is_the_model_pulls_by_nothing():
+@pytest.mark.parametrize("match", MATCHES)
+def test_a_teacher_that_is_the_model_pulls_by_nothing(match):
     model, _, x = model_and_another_teacher()
-    mesa = MESA(model, start_epoch=0, match_spread=True)
+    mesa = MESA(model, start_epoch=0, match=match)
     mesa.set_epoch(0)
     logits = model(x)
     loss = mesa(logits, x)
@@ -323,8 +330,27 @@ def test_with_matched_spreads_a_teacher_that_is_the_model_pulls_by_nothing():
     assert loss == 0 and not model.weight.grad.any()
 
 
-def test_rows_without_a_spread_or_a_number_do_not_hinder_the_others():
-    model, mesa, x = model_and_another_teacher(match_spread=True)
+def test_nothing_pulls_along_the_outputs_of_the_nearest_teacher():
+    model, mesa, x = model_and_another_teacher(temperature=1e4, match="nearest")
+    logits, reference = model(x).detach().requires_grad_(), mesa.teacher(x)
+    mesa(logits, x).backward()  # at a high temperature the loss is the squared distance
+    along = (logits.grad * (reference - reference.mean(-1, keepdim=True))).sum()
+    assert abs(along) < 1e-3 * logits.grad.norm() * reference.norm()
+
+
+def test_a_nearest_teacher_that_says_the_opposite_pulls_to_equal_outputs():
+    rows = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
+    assert matched(-rows, rows, "nearest").eq(0).all()
+
+
+def test_a_match_that_there_is_not():
+    with pytest.raises(ValueError, match="one of none, spread, nearest, got 'size'"):
+        MESA(nn.Linear(2, 2), match="size")
+
+
+@pytest.mark.parametrize("match", ["spread", "nearest"])
+def test_rows_without_a_spread_or_a_number_do_not_hinder_the_others(match):
+    model, mesa, x = model_and_another_teacher(match=match)
     logits = model(x)
     expected = mesa(logits, x)
     logits = torch.cat([logits, torch.full((1, CLASSES), torch.nan).double()])
@@ -342,7 +368,7 @@ def test_rows_without_a_spread_or_a_number_do_not_hinder_the_others():
 
 def test_spreads_are_matched_in_float32_whatever_comes_in():
     z, q = torch.randn(2, 4, CLASSES, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = match_spread(q, z)
+    got = matched(q, z, "spread")
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.var(-1).mean(), z.float().var(-1).mean())
     factor = got / q.float()

@@ -15,7 +15,9 @@ from saltflat import _capture
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
-from saltflat.trajectory import match_spread
+from saltflat.trajectory import matched
+
+MATCHES = ("none", "spread", "nearest")
 
 
 class MESA(TrajectoryTerm):
@@ -40,10 +42,13 @@ class MESA(TrajectoryTerm):
         batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
             does in training, instead of by averaged statistics; `teacher.fold()` then saves
             nothing.
-        match_spread: Whether the teacher's outputs are multiplied by a number with which the batch,
-            on this process, spreads over the classes as far as the model's does. An average is
-            surer of training images than the model, and a pull to its larger outputs makes both
-            grow. The number is a constant to the gradient.
+        match: By what number the teacher's outputs are multiplied, one for the batch on this
+            process and a constant to the gradient. "none": by 1. "spread": so that they spread over
+            the classes as far as the model's; an average is surer of training images than the
+            model, and a pull to its larger outputs makes both grow. "nearest": so that they are as
+            near to the model's as a multiple of at least 0 can be; at a high temperature little
+            then pulls along the teacher's outputs, and the less these agree with the model's, the
+            more the pull is one to equal outputs.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -78,7 +83,7 @@ class MESA(TrajectoryTerm):
         tau_squared: bool = True,
         warmup: bool = True,
         batch_statistics: bool = False,
-        match_spread: bool = False,
+        match: str = "none",
         interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -87,9 +92,11 @@ class MESA(TrajectoryTerm):
         )
         if isinstance(interval, bool) or operator.index(interval) < 1:
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
+        if match not in MATCHES:
+            raise ValueError(f"match must be one of {', '.join(MATCHES)}, got {match!r}")
         self.interval = interval
         self.batch_statistics = batch_statistics
-        self.match_spread = match_spread
+        self.match = match
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -132,8 +139,8 @@ class MESA(TrajectoryTerm):
                 "give MESA a model that returns the tensor of logits itself, or has it as .logits"
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
-        if self.match_spread:
-            reference = match_spread(reference, logits)
+        if self.match != "none":
+            reference = matched(reference, logits, self.match)
         if can_fuse(logits):
             return self._fused_loss(logits, Given(reference.contiguous()))[0]
         return self._loss(logits, reference, self._finite_rows(logits, reference))
@@ -176,7 +183,7 @@ class MESA(TrajectoryTerm):
     def extra_repr(self) -> str:
         return (
             f"{super().extra_repr()}, batch_statistics={self.batch_statistics}, "
-            f"match_spread={self.match_spread}, interval={self.interval}"
+            f"match={self.match!r}, interval={self.interval}"
         )
 
     def _drop(self) -> None:
