@@ -58,8 +58,6 @@ SPREADS: dict[str, dict[str, Any]] = {
     "next to no pull": {"weight": 1e-6},
     "0.3, another view": _VIEW,
     "0.3, another view, spreads matched": {**_VIEW, "match": "spread"},
-    "0.8, another view, spreads matched": {**_VIEW, "weight": 0.8, "match": "spread"},
-    "0.3, another view, nearest": {**_VIEW, "match": "nearest"},
 }
 
 

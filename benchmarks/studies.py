@@ -155,7 +155,6 @@ STUDIES = {
             *_changes(
                 f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW}",
                 [
-                    "method.weight=0.3",
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                 ],
