@@ -63,7 +63,8 @@ STUDIES = {
                 [
                     *("method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"),
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
-                    *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
+                    f"{_SPREAD} method.weight=0.3 method.start_epoch=100",
+                    *(_NEAREST, f"{_NEAREST} method.weight=0.3"),
                     "method.temperature=1.0 method.weight=1.0",
                 ],
             ),
