@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_comparison_and_its_files(jobs, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [row["method"] for row in summary["rows"]] == ["base", "saf"]
     assert summary["verdicts"] == verdicts(rows)
+    cores = os.cpu_count()
+    assert f", {max(1, cores // jobs)} of {cores} threads" in json.dumps(summary)
     text = (tmp_path / "table.md").read_text()
     assert "| base |" in text and verdicts(rows)[0] in text and describe(SMALL) in text
 

@@ -103,9 +103,9 @@ def compare(
             raise ValueError(f"{name}'s path would be shared by all its runs: leave it out")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)  # speeds as of one of the jobs
+    torch.set_num_threads(threads)  # speeds, and what is told of them, as of one of the jobs
     try:
-        speeds = _speeds(folder, configs)
+        speeds, made = _speeds(folder, configs), provenance(command, device_of(config))
     finally:
         torch.set_num_threads(before)
     if budget == "time":
@@ -126,7 +126,7 @@ def compare(
     open_runs = [run for run in runs if not (run[1] / RESULT).exists()]
     _run_all(open_runs, jobs, threads, len(runs), say)
     rows = _rows(folder, configs, speeds, numbers)
-    _write(folder, config, rows, provenance(command, device_of(config)))
+    _write(folder, config, rows, made)
     return rows
 
 
