@@ -14,7 +14,8 @@ A model is trained with each setting. After some epochs, on the same training im
     python benchmarks/mesa_parts.py
     python benchmarks/mesa_parts.py "cifar10_small epochs=400 method=mesa method.decay=0.9937" \
         --data cifar10.npz --at 40 80 120 160 200 \
-        --settings "next to no pull" "0.3, another view" "0.3, another view, spreads matched"
+        --settings "next to no pull" "0.3, another view" "0.3, another view, spreads matched" \
+        "0.3, another view, nearest multiple"
 
 The run is one of accuracy.py's.
 """
@@ -58,6 +59,7 @@ SPREADS: dict[str, dict[str, Any]] = {
     "next to no pull": {"weight": 1e-6},
     "0.3, another view": _VIEW,
     "0.3, another view, spreads matched": {**_VIEW, "match": "spread"},
+    "0.3, another view, nearest multiple": {**_VIEW, "match": "nearest"},
 }
 
 
@@ -190,7 +192,8 @@ if __name__ == "__main__":
     data = load_data(config.data)
     rows = []
     for name in args.settings:
-        settings = {**config.method.settings, **{**SETTINGS, **SPREADS}[name]}
+        chosen = {**SETTINGS, **SPREADS}[name]
+        settings = {"match": "none", **config.method.settings, **chosen}
         one = dataclasses.replace(config, method=MethodConfig("mesa", settings))
         rows += measure(one, name, data, args.at)
     theme, heading = f"mesa_parts_{folder_of(args.run)}", f"`{args.run}`, one seed:"

@@ -27,6 +27,7 @@ _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
+_AS_IT_IS = "method.match=none"
 _SPREAD = "method.match=spread"
 _NEAREST = "method.match=nearest"
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
@@ -34,13 +35,15 @@ _SMALL = "cifar10_small method=mesa method.decay=0.9937"
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
-    *("method=saf method.temperature=1.0 method.weight=1.0", "method=mesa"),
-    *(f"method=mesa method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
-    *(f"method=mesa method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
-    "method=mesa method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
-    *(
-        f"method=mesa method.{change}"
-        for change in ("weight=0.3", "weight=0.1", "tau_squared=false")
+    "method=saf method.temperature=1.0 method.weight=1.0",
+    *_changes(
+        f"method=mesa {_AS_IT_IS}",
+        [
+            *(f"method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
+            *(f"method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
+            "method.temperature=1.0 method.weight=1.0 method.start_epoch=10",
+            *("method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"),
+        ],
     ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method=mesa {weight}{_NEAREST}" for weight in ("method.weight=0.3 ", "")),
@@ -135,7 +138,7 @@ STUDIES = {
                 for name in ("sam", "saf", "saf_shuffled", "label_smoothing")
             ),
             *_changes(
-                _SMALL,
+                f"{_SMALL} {_AS_IT_IS}",
                 [
                     "method.weight=0.3",
                     "method.weight=0.3 method.batch_statistics=true",
@@ -143,9 +146,9 @@ STUDIES = {
                     f"method.weight=0.3 {_VIEW} method.batch_statistics=true",
                     _VIEW,
                     f"{_VIEW} method.batch_statistics=true",
-                    f"{_VIEW} {_SPREAD}",
                 ],
             ),
+            f"{_SMALL} {_VIEW} {_SPREAD}",
         ),
     ),
     "small_decayed": Study(
@@ -153,12 +156,16 @@ STUDIES = {
         (
             _DECAYED,
             *(f"{_DECAYED} method={name}" for name in ("sam", "saf", "label_smoothing")),
-            *_changes(
-                f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW}",
-                [
-                    *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
+            *(
+                f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW} {match}"
+                for match in (
+                    *(_AS_IT_IS, _SPREAD, f"{_SPREAD} method.weight=0.3"),
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
-                ],
+                )
+            ),
+            *_changes(
+                f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}",
+                ["method.weight=0.3"],
             ),
         ),
     ),
@@ -166,7 +173,10 @@ STUDIES = {
         "2,000 small images of CIFAR-10, 400 epochs",
         (
             "cifar10_small epochs=400",
-            *_changes(f"{_SMALL} {_VIEW} epochs=400", ["method.weight=0.3", "method.weight=0.1"]),
+            *_changes(
+                f"{_SMALL} {_AS_IT_IS} {_VIEW} epochs=400",
+                ["method.weight=0.3", "method.weight=0.1"],
+            ),
             f"{_SMALL} {_VIEW} {_SPREAD} epochs=400 method.weight=0.3",
         ),
     ),

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from saltflat import MESA, SAF, OutputMemory, StickySampler, _capture, with_index
+from saltflat._match import MATCHES
 from saltflat.codecs import CODECS
 from saltflat.train.plan import Plan
 
@@ -601,6 +602,27 @@ def teachers_stay_the_same(ranks):
         assert not all(torch.equal(other, mean) for other in ranks.gathered(mean))
 
 
+def teachers_outputs_are_matched_over_all_batches(ranks):
+    """The gradients of a model without BatchNorm are those of one process with all batches."""
+    for match in MATCHES:
+        model = smooth()
+        mesa = MESA(model, start_epoch=0, match=match)
+        alone = MESA(model, start_epoch=0, match=match, process_group=ranks.alone)
+        for term in (mesa, alone):
+            term.set_epoch(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+        generator = torch.Generator().manual_seed(ranks.rank)
+        x = (1 + ranks.rank) * torch.randn(5, FEATURES, generator=generator)
+        whole = torch.cat(ranks.gathered(x))
+        parts = [mesa(model(x), x), alone(model(whole), whole)]
+        found, expected = (torch.autograd.grad(part, list(model.parameters())) for part in parts)
+        for mine, all_of_them in zip(found, expected, strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine / ranks.size, all_of_them)
+
+
 def teachers_alone(ranks):
     """In a group of one, and without buffers, an update sends nothing but the start."""
     model, calls = network(), Counter()
@@ -698,6 +720,7 @@ SCENARIOS = {
         parts_are_the_shards_of_one_table,
         a_compiled_loss,
         teachers_stay_the_same,
+        teachers_outputs_are_matched_over_all_batches,
         teachers_alone,
         teachers_that_one_rank_touches,
         copies_share_their_group,

@@ -54,10 +54,10 @@ def test_a_quarter_of_the_training(epochs):
     assert start == next(e for e in range(epochs) if e / epochs > 0.25)
 
 
-def test_the_released_code_is_the_default_but_for_the_warm_up():
+def test_the_released_code_is_the_default_but_for_warm_up_and_matching():
     defaults = inspect.signature(MESA).parameters
     released = mesa_dialect("released", epochs=200)
-    assert released.pop("warmup") is False
+    assert (released.pop("warmup"), released.pop("match")) == (False, "none")
     assert released == {name: defaults[name].default for name in released}
 
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat import _capture
+from saltflat._match import MATCHES, matched
+from saltflat._ranks import Group
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
-from saltflat.trajectory import matched
-
-MATCHES = ("none", "spread", "nearest")
 
 
 class MESA(TrajectoryTerm):
@@ -42,13 +41,13 @@ class MESA(TrajectoryTerm):
         batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
             does in training, instead of by averaged statistics; `teacher.fold()` then saves
             nothing.
-        match: By what number the teacher's outputs are multiplied, one for the batch on this
-            process and a constant to the gradient. "none": by 1. "spread": so that they spread over
-            the classes as far as the model's; an average is surer of training images than the
-            model, and a pull to its larger outputs makes both grow. "nearest": so that they are as
-            near to the model's as a multiple of at least 0 can be; at a high temperature little
-            then pulls along the teacher's outputs, and the less these agree with the model's, the
-            more the pull is one to equal outputs.
+        match: By what number the teacher's outputs are multiplied, one for the batch of all
+            processes and a constant to the gradient. "none": by 1, as in the paper; but an average
+            is surer of training images than the model, and a pull to its larger outputs makes both
+            grow. "spread": so that they spread over the classes as far as the model's. "nearest":
+            so that they are as near to the model's as a multiple of at least 0 can be; at a high
+            temperature little then pulls along the teacher's outputs, and the less these agree with
+            the model's, the more the pull is one to equal outputs.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -83,7 +82,7 @@ class MESA(TrajectoryTerm):
         tau_squared: bool = True,
         warmup: bool = True,
         batch_statistics: bool = False,
-        match: str = "none",
+        match: str = "nearest",
         interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -97,6 +96,7 @@ class MESA(TrajectoryTerm):
         self.interval = interval
         self.batch_statistics = batch_statistics
         self.match = match
+        self._group = Group(process_group)
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -140,7 +140,7 @@ class MESA(TrajectoryTerm):
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
         if self.match != "none":
-            reference = matched(reference, logits, self.match)
+            reference = matched(reference, logits, self.match, self._group.it)
         if can_fuse(logits):
             return self._fused_loss(logits, Given(reference.contiguous()))[0]
         return self._loss(logits, reference, self._finite_rows(logits, reference))
