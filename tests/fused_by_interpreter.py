@@ -122,11 +122,13 @@ def an_index_out_of_range_is_masked_and_counted() -> None:
 
 
 def mesas_loss_is_pytorchs() -> None:
-    def run(match, dtype):
+    def run(match, dtype, teacher):
         torch.manual_seed(2)
         model = torch.nn.Linear(4, 6, dtype=dtype)
         term = MESA(model, start_epoch=0, interval=2, match=match)
         term.set_epoch(0)
+        for tensor in term.teacher.parameters():
+            tensor *= teacher
         model.weight.data += 0.5
         x = torch.randn(8, 4, dtype=dtype)
         x[1, 0] = float("nan")
@@ -137,8 +139,21 @@ def mesas_loss_is_pytorchs() -> None:
 
     for match in MATCHES:
         for dtype in (torch.float32, torch.bfloat16):
-            for got, expected in both(partial(run, match, dtype)):
-                torch.testing.assert_close(got, expected)
+            # Larger outputs, the opposite ones, and the same for every class.
+            for teacher in (3.0, -1.0, 0.0):
+                for got, expected in both(partial(run, match, dtype, teacher)):
+                    torch.testing.assert_close(got, expected)
+
+
+def a_teacher_that_is_the_model_pulls_by_nothing() -> None:
+    for match in MATCHES:
+        model = torch.nn.Linear(4, 6)
+        term = MESA(model, start_epoch=0, match=match)
+        term.set_epoch(0)
+        x = torch.randn(8, 4)
+        loss = term(model(x), x)
+        loss.backward()
+        assert loss == 0 and not model.weight.grad.any()
 
 
 def averages_are_lerps() -> None:
@@ -164,5 +179,6 @@ if __name__ == "__main__":
     rows_from_elsewhere_are_compared_and_encoded()
     an_index_out_of_range_is_masked_and_counted()
     mesas_loss_is_pytorchs()
+    a_teacher_that_is_the_model_pulls_by_nothing()
     averages_are_lerps()
     print("all is as it should be")

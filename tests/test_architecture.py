@@ -42,7 +42,7 @@ ARROWS = {
     "_sharded": {"_capture", "_sources", "exchange", "memory"},
     "saf": {"_capture", "_ranks", "_sharded", "_term", "exchange", "memory"},
     "dialects": set(),
-    "_match": {"_ranks"},
+    "_match": {"_fused", "_ranks"},
     "mesa": {"_capture", "_match", "_ranks", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture", "_ranks"},
     "sharpness": {"_perturb", "_batchnorm"},

@@ -5,8 +5,11 @@ row's loss and its gradient, both before the mean. `finish` knows how many rows 
 scales the gradients, sums the loss, and encodes the outputs into the memory. Two launches, because
 no row may be written before all are read: a sample may be in a batch twice.
 
-The numbers are those of `trajectory_loss`, `OutputMemory` and the codecs, to rounding; what is
-stored is the same to the bit.
+References that are to be matched to the logits need their sums first, which `products` has row by
+row.
+
+The numbers are those of `trajectory_loss`, `OutputMemory`, `_match` and the codecs, to rounding;
+what is stored is the same to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from saltflat._kernels import compare, finish
+from saltflat._kernels import compare, finish, products
 from saltflat._sources import Given, Ring, Staged
 
 MOST_CLASSES = 8192
@@ -43,6 +46,26 @@ def _is_here(device: torch.device) -> bool:
     if device.type == "cuda":
         return device.index == torch.cuda.current_device()
     return bool(triton.knobs.runtime.interpret)
+
+
+def match_sums(reference: Tensor, logits: Tensor, match: str) -> Tensor:
+    """`_match.sums` of this process."""
+    batch, classes = logits.shape
+    rows = torch.empty((2, batch), dtype=torch.float32, device=logits.device)
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    block, warps = _shape(classes)
+    products[(batch,)](
+        logits, reference.contiguous(), rows, logits.stride(0), batch, classes, block, match,
+        num_warps=warps,
+    )  # fmt: skip
+    return rows.sum(1)
+
+
+def _shape(classes: int) -> tuple[int, int]:
+    """Numbers and warps of a program that holds a row."""
+    block = triton.next_power_of_2(classes)
+    return block, 1 if block <= 256 else 4 if block <= 2048 else 8
 
 
 def weighted_loss(
@@ -95,22 +118,22 @@ class _Fused(torch.autograd.Function):
         batch, classes = logits.shape
         pulls = rows.new_empty(logits.shape if started else (1,))
         loss = rows.new_empty(())
-        samples, storage = 0, "float32"
-        stamps = index = clock = into = logits  # where a kernel does not look
+        samples, storage, match = 0, "float32", "none"
+        stamps = index = clock = into = sums = logits  # where a kernel does not look
         if source.mode == "ring":
             table, stamps, clock, index, samples, storage, _ = source
             into = table
         elif source.mode == "staged":
             table, stamps, into, _, storage, _ = source
         else:
-            table = source.reference
-        block = triton.next_power_of_2(classes)
-        warps = 1 if block <= 256 else 4 if block <= 2048 else 8
+            table, match = source.reference, source.match
+            sums = logits if source.sums is None else source.sums
+        block, warps = _shape(classes)
         sizes = (logits.stride(0), batch, classes, samples)
         modes = (block, storage, source.mode, started)
         compare[(batch,)](
-            logits, table, stamps, index, clock, pulls, rows, *sizes, temperature, *modes,
-            num_warps=warps,
+            logits, table, stamps, index, clock, pulls, rows, sums, *sizes, temperature, *modes,
+            match, num_warps=warps,
         )  # fmt: skip
         finish[(batch,)](
             logits, into, stamps, index, clock, pulls, rows, loss, nonfinite, *sizes,

@@ -5,10 +5,33 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["batch"])
+def products(logits, reference, rows, stride, batch, classes,
+    BLOCK: tl.constexpr, MATCH: tl.constexpr,
+):  # fmt: skip
+    """Of each row the two numbers that `_match.sums` adds up."""
+    i = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < classes
+    x = _centred(logits + i * stride + column, mask, classes)
+    y = _centred(reference + i * classes + column, mask, classes)
+    want, have = tl.sum(x * (x if MATCH == "spread" else y), 0), tl.sum(y * y, 0)
+    finite = (tl.abs(want) < float("inf")) & (have < float("inf"))
+    tl.store(rows + i, tl.where(finite, want, 0.0))
+    tl.store(rows + batch + i, tl.where(finite, have, 0.0))
+
+
+@triton.jit
+def _centred(at, mask, classes):
+    x = tl.load(at, mask, other=0.0).to(tl.float32)
+    return tl.where(mask, x - tl.sum(x, 0) / classes, 0.0)
+
+
+@triton.jit(do_not_specialize=["batch"])
 def compare(
-    logits, table, stamps, index, clock, pulls, rows,
+    logits, table, stamps, index, clock, pulls, rows, sums,
     stride, batch, classes, samples, temperature,
     BLOCK: tl.constexpr, STORAGE: tl.constexpr, MODE: tl.constexpr, STARTED: tl.constexpr,
+    MATCH: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -26,6 +49,8 @@ def compare(
         if MODE == "staged":
             valid = valid & (tl.load(stamps + i) != 0)
         y = _decoded(table, row, column, mask, classes, STORAGE)
+        if MATCH != "none":
+            y *= _multiple(sums, MATCH)
         if MODE == "given":
             finite = finite & _all_finite(y)
             valid = finite
@@ -88,6 +113,14 @@ def finish(
         tl.store(nonfinite, tl.load(nonfinite) + lost)
         if MODE == "ring":
             tl.store(clock + 3, tl.load(clock + 3) + outside)
+
+
+@triton.jit
+def _multiple(sums, MATCH: tl.constexpr):
+    """As `_match.multiple` has it."""
+    ratio = tl.load(sums) / tl.load(sums + 1)
+    ratio = tl.maximum(tl.where(tl.abs(ratio) < float("inf"), ratio, 1.0), 0.0)
+    return tl.sqrt(ratio) if MATCH == "spread" else ratio
 
 
 @triton.jit

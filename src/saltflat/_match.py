@@ -1,4 +1,9 @@
-"""How large the outputs of MESA's teacher are, against the model's."""
+"""How large the outputs of MESA's teacher are, against the model's.
+
+A batch of a reference is multiplied by one number, by which it is about as large as the logits.
+Size is what lies between the classes of a row, and counts over the rows in which it is finite;
+which row says more than another stays as it was. The number is a constant to the gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,49 +14,64 @@ from torch import Tensor
 from saltflat._ranks import world
 
 MATCHES = ("none", "spread", "nearest")
+"""By 1; so that it varies over the classes as much as the logits; the multiple at the least squared
+distance from them, and never a negative one."""
 
 
-def matched(
+def sums(
     reference: Tensor,
     logits: Tensor,
     match: str,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    fused: bool = False,
 ) -> Tensor:
-    """The reference times one number, by which it is about as large as the logits.
+    """Two numbers, of whose ratio the multiple is made, each a sum over the rows.
 
-    Size is what lies between the classes of a row, and counts over the rows in which it is finite;
-    which row says more than another stays as it was. A reference whose rows are constant, as far as
-    squares can tell, stays, too. Computed in float32 (float64 for float64 logits), without a
-    gradient.
+    With z the logits and v the reference, less their means over the classes: z z and v v for
+    "spread", z v and v v for "nearest", both times any number. In float32, or float64 for float64
+    logits.
 
     Args:
         reference: Outputs of shape (rows, classes).
         logits: Others for the same rows.
-        match: "spread" has the reference vary over the classes as much as the logits; "nearest" is
-            the multiple at the least squared distance from them, and never a negative one.
+        match: One of `MATCHES`, but for "none".
         process_group: The processes whose rows are one batch, and which all call this; the default
             group unless said.
-
-    Example:
-        >>> import torch
-        >>> reference, logits = torch.tensor([[0.0, 2.0, 4.0]]), torch.tensor([[2.0, 0.0, 4.0]])
-        >>> matched(reference, logits, "spread")
-        tensor([[0., 2., 4.]])
-        >>> matched(reference, logits, "nearest")
-        tensor([[0., 1., 2.]])
+        fused: Whether a GPU kernel does it, as it can for the logits.
     """
+    if fused:
+        from saltflat._fused import match_sums
+
+        both = match_sums(reference, logits, match)
+    else:
+        both = _sums(reference, logits, match)
+    if world(process_group)[1] > 1:
+        dist.all_reduce(both, group=process_group)
+    return both
+
+
+def _sums(reference: Tensor, logits: Tensor, match: str) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits, reference = (outputs.detach().to(dtype) for outputs in (logits, reference))
-    spread = match == "spread"
-    if spread:
+    if match == "spread":
         want, have = (outputs.var(-1, correction=0) for outputs in (logits, reference))
     else:
         ours, theirs = (outputs - outputs.mean(-1, keepdim=True) for outputs in (logits, reference))
         want, have = (ours * theirs).sum(-1), (theirs * theirs).sum(-1)
     finite = want.isfinite() & have.isfinite()
-    sums = torch.stack([torch.where(finite, rows, 0.0).sum() for rows in (want, have)])
-    if world(process_group)[1] > 1:
-        dist.all_reduce(sums, group=process_group)
+    return torch.stack([torch.where(finite, rows, 0.0).sum() for rows in (want, have)])
+
+
+def multiple(sums: Tensor, match: str) -> Tensor:
+    """The number; 1 for a reference whose rows are constant, as far as squares can tell.
+
+    Example:
+        >>> import torch
+        >>> reference, logits = torch.tensor([[0.0, 2.0, 4.0]]), torch.tensor([[2.0, 0.0, 4.0]])
+        >>> [multiple(sums(reference, logits, match), match).item() for match in MATCHES[1:]]
+        [1.0, 0.5]
+    """
     ratio = sums[0] / sums[1]
     ratio = torch.where(ratio.isfinite(), ratio, 1.0).clamp(min=0)
-    return reference * (ratio.sqrt() if spread else ratio)
+    return ratio.sqrt() if match == "spread" else ratio

@@ -33,7 +33,10 @@ class Staged(NamedTuple):
 
 
 class Given(NamedTuple):
-    """References as they are; nothing is stored."""
+    """References that need no table; nothing is stored."""
 
     reference: Tensor
+    match: str = "none"
+    sums: Tensor | None = None
+    """Of `_match`: they are multiplied by a number that this has, unless `match` is "none"."""
     mode: Literal["given"] = "given"

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat import _capture
-from saltflat._match import MATCHES, matched
+from saltflat import _capture, _match
 from saltflat._ranks import Group
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
@@ -91,8 +90,8 @@ class MESA(TrajectoryTerm):
         )
         if isinstance(interval, bool) or operator.index(interval) < 1:
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
-        if match not in MATCHES:
-            raise ValueError(f"match must be one of {', '.join(MATCHES)}, got {match!r}")
+        if match not in _match.MATCHES:
+            raise ValueError(f"match must be one of {', '.join(_match.MATCHES)}, got {match!r}")
         self.interval = interval
         self.batch_statistics = batch_statistics
         self.match = match
@@ -139,10 +138,13 @@ class MESA(TrajectoryTerm):
                 "give MESA a model that returns the tensor of logits itself, or has it as .logits"
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
+        fused, sums = can_fuse(logits), None
         if self.match != "none":
-            reference = matched(reference, logits, self.match, self._group.it)
-        if can_fuse(logits):
-            return self._fused_loss(logits, Given(reference.contiguous()))[0]
+            sums = _match.sums(reference, logits, self.match, self._group.it, fused=fused)
+        if fused:
+            return self._fused_loss(logits, Given(reference.contiguous(), self.match, sums))[0]
+        if sums is not None:
+            reference = reference.to(sums.dtype) * _match.multiple(sums, self.match)
         return self._loss(logits, reference, self._finite_rows(logits, reference))
 
     def prefetch(self, *inputs: Any, **kwargs: Any) -> None:

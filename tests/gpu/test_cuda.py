@@ -1,3 +1,4 @@
+import copy
 import warnings
 from contextlib import contextmanager
 
@@ -6,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA, SAF
+from saltflat._match import MATCHES
 from saltflat.codecs import CODECS
 
 SAMPLES, CLASSES, BATCH = 64, 10, 16
@@ -111,6 +113,28 @@ def test_the_teacher_never_waits_for_the_gpu():
         mesa(model(x), x).backward()
         mesa.update(model)
     assert mesa.teacher.updates == 2
+
+
+@pytest.mark.parametrize("match", MATCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mesas_loss_is_that_on_the_cpu(match, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, CLASSES)
+    x = torch.randn(BATCH, 4)
+    seen = []
+    for device in (torch.device("cpu"), CUDA):
+        copied = copy.deepcopy(model).to(device)
+        mesa = MESA(copied, start_epoch=0, match=match)
+        mesa.set_epoch(0)
+        with torch.no_grad():
+            copied.weight[0] += 1
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = mesa(copied(x.to(device)), x.to(device))
+        loss.backward()
+        seen.append((loss.detach().cpu(), copied.weight.grad.cpu()))
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    for got, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(got, expected, **near)
 
 
 def test_an_index_out_of_range_on_the_gpu_is_masked_and_reported():
