@@ -27,7 +27,7 @@ _CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
-_AS_IT_IS = "method.match=none"
+_UNMATCHED = "method.match=none"
 _SPREAD = "method.match=spread"
 _NEAREST = "method.match=nearest"
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
@@ -37,7 +37,7 @@ _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
     "method=saf method.temperature=1.0 method.weight=1.0",
     *_changes(
-        f"method=mesa {_AS_IT_IS}",
+        f"method=mesa {_UNMATCHED}",
         [
             *(f"method.temperature=2.0 method.weight={weight}" for weight in (0.3, 0.8)),
             *(f"method.temperature=1.0 method.weight={weight}" for weight in (1.0, 3.0)),
@@ -138,7 +138,7 @@ STUDIES = {
                 for name in ("sam", "saf", "saf_shuffled", "label_smoothing")
             ),
             *_changes(
-                f"{_SMALL} {_AS_IT_IS}",
+                f"{_SMALL} {_UNMATCHED}",
                 [
                     "method.weight=0.3",
                     "method.weight=0.3 method.batch_statistics=true",
@@ -159,7 +159,7 @@ STUDIES = {
             *(
                 f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW} {match}"
                 for match in (
-                    *(_AS_IT_IS, _SPREAD, f"{_SPREAD} method.weight=0.3"),
+                    *(_UNMATCHED, _SPREAD, f"{_SPREAD} method.weight=0.3"),
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                 )
             ),
@@ -174,7 +174,7 @@ STUDIES = {
         (
             "cifar10_small epochs=400",
             *_changes(
-                f"{_SMALL} {_AS_IT_IS} {_VIEW} epochs=400",
+                f"{_SMALL} {_UNMATCHED} {_VIEW} epochs=400",
                 ["method.weight=0.3", "method.weight=0.1"],
             ),
             f"{_SMALL} {_VIEW} {_SPREAD} epochs=400 method.weight=0.3",

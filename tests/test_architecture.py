@@ -43,7 +43,7 @@ ARROWS = {
     "saf": {"_capture", "_ranks", "_sharded", "_term", "exchange", "memory"},
     "dialects": set(),
     "_match": {"_fused", "_ranks"},
-    "mesa": {"_capture", "_match", "_ranks", "_sources", "_term", "teacher"},
+    "mesa": {"_capture", "_match", "_sources", "_term", "teacher"},
     "sam": {"_perturb", "_batchnorm", "_capture", "_ranks"},
     "sharpness": {"_perturb", "_batchnorm"},
     "landscape": {"_capture", "_folded"},

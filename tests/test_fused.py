@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from saltflat import _kernels
+from saltflat._match import MATCHES
 
 
 def test_the_gpu_kernels_compute_what_pytorch_does():
@@ -45,11 +46,11 @@ def test_the_kernels_compile_for_a_gpu(mode, outputs):
     sizes, constants = ["i32"] * 4, {"BLOCK": 128, "STORAGE": storage, "MODE": mode}
     for started in (True, False):
         constants["STARTED"] = started
-        for match in ("none", "spread", "nearest") if mode == "given" else ("none",):
+        for match in MATCHES if mode == "given" else ("none",):
             types = [*pointers, "*fp32", "*fp32", *sizes, "fp32"]
             assert compiled(_kernels.compare, types, **constants, MATCH=match)["cubin"]
         types = [*pointers, "*fp32", "*fp32", "*i64", *sizes, "fp32", "fp32"]
         assert compiled(_kernels.finish, types, **constants, CHUNK=128)["cubin"]
-    for match in ("spread", "nearest"):
+    for match in set(MATCHES) - {"none"}:
         types = [outputs, outputs, "*fp32", "i32", "i32", "i32"]
         assert compiled(_kernels.products, types, BLOCK=128, MATCH=match)["cubin"]

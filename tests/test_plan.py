@@ -53,6 +53,18 @@ def test_from_enough_processes_on_saf_keeps_less_than_mesa(storage):
     assert Plan(processes=enough - 1).share_bytes(storage) > plan.teacher_bytes()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "received", "messages"),
+    [
+        ({"processes": 1}, "0 B", "0"),
+        ({"processes": 8, "buffers": 0}, "8 B", "1"),
+        ({"processes": 8, "buffers": 100}, "408 B", "3"),
+    ],
+)
+def test_mesa_sends_its_sums_and_batchnorms_statistics(numbers, received, messages):
+    assert table(Plan(**numbers))[-1][2:4] == [received, messages]
+
+
 def test_a_tiny_model_is_never_larger_than_the_outputs():
     assert Plan(parameters=10).enough_processes("uint8") is None
     assert table(Plan(parameters=10))[1][-1] == "never"

@@ -56,9 +56,8 @@ def match_sums(reference: Tensor, logits: Tensor, match: str) -> Tensor:
         logits = logits.contiguous()
     block, warps = _shape(classes)
     products[(batch,)](
-        logits, reference.contiguous(), rows, logits.stride(0), batch, classes, block, match,
-        num_warps=warps,
-    )  # fmt: skip
+        logits, reference, rows, logits.stride(0), batch, classes, block, match, num_warps=warps
+    )
     return rows.sum(1)
 
 

@@ -14,7 +14,10 @@ def products(logits, reference, rows, stride, batch, classes,
     mask = column < classes
     x = _centred(logits + i * stride + column, mask, classes)
     y = _centred(reference + i * classes + column, mask, classes)
-    want, have = tl.sum(x * (x if MATCH == "spread" else y), 0), tl.sum(y * y, 0)
+    if MATCH == "spread":
+        want, have = tl.sum(x * x, 0) / classes, tl.sum(y * y, 0) / classes
+    else:
+        want, have = tl.sum(x * y, 0), tl.sum(y * y, 0)
     finite = (tl.abs(want) < float("inf")) & (have < float("inf"))
     tl.store(rows + i, tl.where(finite, want, 0.0))
     tl.store(rows + batch + i, tl.where(finite, have, 0.0))

@@ -28,12 +28,12 @@ def sums(
 ) -> Tensor:
     """Two numbers, of whose ratio the multiple is made, each a sum over the rows.
 
-    With z the logits and v the reference, less their means over the classes: z z and v v for
-    "spread", z v and v v for "nearest", both times any number. In float32, or float64 for float64
-    logits.
+    For "spread" the variances over the classes, of the logits and of the reference; for "nearest",
+    with z the logits and v the reference less their means over the classes, z v and v v. In
+    float32, or float64 for float64 logits.
 
     Args:
-        reference: Outputs of shape (rows, classes).
+        reference: Outputs of shape (rows, classes); contiguous, if a kernel is to take them.
         logits: Others for the same rows.
         match: One of `MATCHES`, but for "none".
         process_group: The processes whose rows are one batch, and which all call this; the default

@@ -36,7 +36,7 @@ class Given(NamedTuple):
     """References that need no table; nothing is stored."""
 
     reference: Tensor
-    match: str = "none"
-    sums: Tensor | None = None
-    """Of `_match`: they are multiplied by a number that this has, unless `match` is "none"."""
+    match: str
+    sums: Tensor | None
+    """Of `_match`: what they are multiplied by is made of these; None for a match of "none"."""
     mode: Literal["given"] = "given"

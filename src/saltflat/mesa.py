@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat import _capture, _match
-from saltflat._ranks import Group
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
 from saltflat.teacher import EMATeacher
@@ -51,7 +50,7 @@ class MESA(TrajectoryTerm):
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
         process_group: The processes that train together, whose teachers are kept the same; the
-            default group unless said.
+            default group unless said. With a `match` all of them call this equally often.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -95,7 +94,6 @@ class MESA(TrajectoryTerm):
         self.interval = interval
         self.batch_statistics = batch_statistics
         self.match = match
-        self._group = Group(process_group)
         self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
@@ -139,10 +137,13 @@ class MESA(TrajectoryTerm):
             )
         logits, reference = logits.flatten(0, -2), reference.flatten(0, -2)
         fused, sums = can_fuse(logits), None
-        if self.match != "none":
-            sums = _match.sums(reference, logits, self.match, self._group.it, fused=fused)
         if fused:
-            return self._fused_loss(logits, Given(reference.contiguous(), self.match, sums))[0]
+            reference = reference.contiguous()
+        if self.match != "none":
+            group = self.teacher.process_group
+            sums = _match.sums(reference, logits, self.match, group, fused=fused)
+        if fused:
+            return self._fused_loss(logits, Given(reference, self.match, sums))[0]
         if sums is not None:
             reference = reference.to(sums.dtype) * _match.multiple(sums, self.match)
         return self._loss(logits, reference, self._finite_rows(logits, reference))

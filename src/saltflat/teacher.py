@@ -212,6 +212,11 @@ class EMATeacher(nn.Module):
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The processes that train together; None for the default group."""
+        return self._group.it
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the average, or this rank's part of it, and of what `fold` has made of it."""
         folded = 0 if self._folding is None else self._folding.nbytes

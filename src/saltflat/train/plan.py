@@ -179,9 +179,11 @@ def table(plan: Plan) -> list[list[str]]:
                 "never" if enough is None else f"{enough:,} processes",
             ]
         )
-    statistics = 4 * plan.buffers if plan.processes > 1 else 0
-    sends = "2" if statistics else "0"
-    lines.append(["MESA", _size(plan.teacher_bytes()), _size(statistics), sends, *[""] * 3])
+    several = plan.processes > 1
+    # Two sums, by which the teacher's outputs are matched, and BatchNorm's statistics.
+    received = 8 + 4 * plan.buffers if several else 0
+    sends = (3 if plan.buffers else 1) if several else 0
+    lines.append(["MESA", _size(plan.teacher_bytes()), _size(received), str(sends), *[""] * 3])
     return lines
 
 
