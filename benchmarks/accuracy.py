@@ -12,7 +12,7 @@ What there is to run is in studies.py. Some runs are trained at once on a GPU.
 `train` leaves ordinary runs, which `saltflat report` reads. `keep` copies their figures, every
 fifth epoch of them, to `results/accuracy`; `unpack` makes runs of these again, for `saltflat
 report`; `tables` prints what is there, as docs/results.md has it, and `less` the difference between
-two of its rows, paired by seed.
+two of its rows, paired by seed, with `--teachers` that of the averages.
 """
 
 from __future__ import annotations
@@ -176,16 +176,18 @@ def table(study: Study, kept: Path = KEPT) -> str:
     return markdown([[*head, "paper"], *rows])
 
 
-def difference(line: str, other: str, kept: Path = KEPT) -> Interval | None:
+def difference(
+    line: str, other: str, kept: Path = KEPT, *, teachers: bool = False
+) -> Interval | None:
     """How far one run is above another in the seeds of both; None where there are no such."""
-    ours, theirs = judged(line, kept), judged(other, kept)
+    ours, theirs = (judged(one, kept, teachers=teachers) for one in (line, other))
     common = sorted(ours.keys() & theirs.keys())
     pairs = [ours[seed] for seed in common], [theirs[seed] for seed in common]
     return paired(*pairs) if common else None
 
 
 def less(args: argparse.Namespace) -> None:
-    found = difference(args.line, args.other, args.kept)
+    found = difference(args.line, args.other, args.kept, teachers=args.teachers)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")
 
 
@@ -196,11 +198,16 @@ def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:
     return {int(seed.removeprefix("seed")): run["result"] for seed, run in runs.items()}
 
 
-def judged(line: str, kept: Path = KEPT) -> dict[int, float]:
-    """Its accuracy after the last epoch; of the average, if the method is about that."""
-    teacher = METHODS[config_of(line, 0).method.name].judged_by_teacher
-    key = "teacher_accuracy" if teacher else "accuracy"
-    return {seed: result[key] for seed, result in results(line, kept).items()}
+def judged(line: str, kept: Path = KEPT, *, teachers: bool = False) -> dict[int, float]:
+    """Its accuracy after the last epoch; of the average, if the method is about that.
+
+    With `teachers` of the average wherever there is one.
+    """
+    teachers = teachers or METHODS[config_of(line, 0).method.name].judged_by_teacher
+    return {
+        seed: (teachers and result.get("teacher_accuracy")) or result["accuracy"]
+        for seed, result in results(line, kept).items()
+    }
 
 
 def _shown(value: Interval) -> str:
@@ -242,6 +249,7 @@ def main(words: list[str] | None = None) -> None:
     one.set_defaults(run=less)
     one.add_argument("line", help="A run of the tables.")
     one.add_argument("other", help="Another, which is subtracted from it.")
+    one.add_argument("--teachers", action="store_true", help="Of the averages, where there are.")
     one.add_argument("--kept", type=Path, default=KEPT)
     args = parser.parse_args(words)
     args.run(args)

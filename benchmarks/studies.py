@@ -30,6 +30,8 @@ _VIEW = "method.another_view=true"
 _UNMATCHED = "method.match=none"
 _SPREAD = "method.match=spread"
 _NEAREST = "method.match=nearest"
+_LONG = "method.decay=0.9999"
+"""Not reached by the warm-up in 200 epochs: the average is of a ninth of the steps so far."""
 _SMALL = "cifar10_small method=mesa method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
@@ -61,6 +63,7 @@ STUDIES = {
         "MESA's settings: CIFAR-100, ResNet-18, 200 epochs",
         (
             f"{RESNET}_base",
+            f"{RESNET}_base method=ema {_LONG}",
             *_changes(
                 f"{RESNET}_mesa {_VIEW}",
                 [
@@ -68,6 +71,7 @@ STUDIES = {
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
                     f"{_SPREAD} method.weight=0.3 method.start_epoch=100",
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3"),
+                    *(f"{_NEAREST} {_LONG}", f"{_NEAREST} method.weight=0.3 {_LONG}"),
                     "method.temperature=1.0 method.weight=1.0",
                 ],
             ),
@@ -93,7 +97,13 @@ STUDIES = {
     ),
     "cutout": Study(
         "With Cutout: CIFAR-100, ResNet-18, 200 epochs",
-        tuple(f"{RESNET}_{method} data.cutout=16" for method in ("base", "sam", "saf", "mesa")),
+        (
+            *(f"{RESNET}_{method} data.cutout=16" for method in ("base", "sam", "saf")),
+            *(
+                f"{RESNET}_mesa data.cutout=16 {_VIEW} {_NEAREST} {change}"
+                for change in ("method.weight=0.3", f"method.weight=0.3 {_LONG}", _LONG)
+            ),
+        ),
     ),
     "stores": Study(
         "SAF's storage: CIFAR-100, ResNet-18, 200 epochs",
@@ -156,6 +166,8 @@ STUDIES = {
         (
             _DECAYED,
             *(f"{_DECAYED} method={name}" for name in ("sam", "saf", "label_smoothing")),
+            f"{_DECAYED} method=saf method.lag=15",
+            f"{_DECAYED} method=ema method.decay=0.9995",
             *(
                 f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW} {match}"
                 for match in (
@@ -163,9 +175,13 @@ STUDIES = {
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                 )
             ),
-            *_changes(
-                f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}",
-                ["method.weight=0.3"],
+            *(
+                f"{_DECAYED} method=mesa method.decay=0.9995 {change}"
+                for change in (
+                    *(f"{_VIEW} {_NEAREST}", f"{_VIEW} {_NEAREST} method.weight=3.0"),
+                    *(f"{_VIEW} {m} method.weight=0.3" for m in (_NEAREST, _SPREAD, _UNMATCHED)),
+                    f"{_NEAREST} method.weight=0.3",
+                )
             ),
         ),
     ),

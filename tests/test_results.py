@@ -112,17 +112,23 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
 
 
 def test_one_row_less_another(tmp_path, capsys):
-    def write(line, **accuracies):
-        runs = {seed: {"result": {"accuracy": value}} for seed, value in accuracies.items()}
+    def write(line, teacher=None, **accuracies):
+        runs = {
+            seed: {"result": {"accuracy": value, "teacher_accuracy": teacher and value + teacher}}
+            for seed, value in accuracies.items()
+        }
         (tmp_path / f"{accuracy.folder_of(line)}.json").write_text(json.dumps(runs))
 
     write("digits_noisy method=saf", seed0=91.0, seed1=93.0, seed4=99.0)
     write("digits_noisy method=sam", seed0=90.0, seed1=91.0, seed3=10.0)
     write("digits_noisy method=base", seed3=50.0)
-    for other, said in [
-        ("sam", "1.50 [-4.85, 7.85], n = 2"),  # 12.706 * sqrt(0.5) / sqrt(2) either side
-        ("base", "no seed of both"),
+    write("digits_noisy method=mesa", teacher=0.25, seed0=93.0, seed1=95.0)
+    for one, other, flags, said in [
+        ("saf", "sam", [], "1.50 [-4.85, 7.85], n = 2"),  # 12.706 * sqrt(0.5) / sqrt(2) either side
+        ("saf", "base", [], "no seed of both"),
+        ("mesa", "saf", [], "2.00 [2.00, 2.00], n = 2"),
+        ("mesa", "saf", ["--teachers"], "2.25 [2.25, 2.25], n = 2"),
     ]:
-        lines = [f"digits_noisy method={name}" for name in ("saf", other)]
-        accuracy.main(["less", *lines, "--kept", str(tmp_path)])
+        lines = [f"digits_noisy method={name}" for name in (one, other)]
+        accuracy.main(["less", *lines, *flags, "--kept", str(tmp_path)])
         assert capsys.readouterr().out.strip() == said
