@@ -5,8 +5,8 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["batch"])
-def products(logits, reference, rows, stride, batch, classes,
-    BLOCK: tl.constexpr, MATCH: tl.constexpr,
+def products(
+    logits, reference, rows, stride, batch, classes, BLOCK: tl.constexpr, MATCH: tl.constexpr
 ):  # fmt: skip
     """Of each row the two numbers that `_match.sums` adds up."""
     i = tl.program_id(0).to(tl.int64)
