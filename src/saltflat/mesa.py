@@ -50,7 +50,8 @@ class MESA(TrajectoryTerm):
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
         process_group: The processes that train together, whose teachers are kept the same; the
-            default group unless said. Unless `match` is "none", all of them call this equally often.
+            default group unless said. All of them call this equally often, unless `match` is
+            "none".
 
     Raises:
         ValueError: If an argument is out of its range.
