@@ -193,7 +193,7 @@ if __name__ == "__main__":
     rows = []
     for name in args.settings:
         chosen = {**SETTINGS, **SPREADS}[name]
-        settings = {"match": "none", **config.method.settings, **chosen}
+        settings = {"deviations": False, "match": "none", **config.method.settings, **chosen}
         one = dataclasses.replace(config, method=MethodConfig("mesa", settings))
         rows += measure(one, name, data, args.at)
     theme, heading = f"mesa_parts_{folder_of(args.run)}", f"`{args.run}`, one seed:"

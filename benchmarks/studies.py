@@ -32,7 +32,9 @@ _SPREAD = "method.match=spread"
 _NEAREST = "method.match=nearest"
 _LONG = "method.decay=0.9999"
 """Not reached by the warm-up in 200 epochs: the average is of a ninth of the steps so far."""
-_SMALL = "cifar10_small method=mesa method.decay=0.9937"
+_VARIANCES = "method.deviations=false"
+"""As in the paper's code, and so in the recipes of MESA."""
+_SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
 _DIGITS = (
@@ -56,14 +58,17 @@ STUDIES = {
         "CIFAR-100, ResNet-18, 200 epochs, the paper's settings, and the controls",
         (
             *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
-            *(f"{RESNET}_base method={name}" for name in _CONTROLS),
+            *(
+                f"{RESNET}_base method={name}" + (f" {_VARIANCES}" if name == "ema" else "")
+                for name in _CONTROLS
+            ),
         ),
     ),
     "mesa_200": Study(
         "MESA's settings: CIFAR-100, ResNet-18, 200 epochs",
         (
             f"{RESNET}_base",
-            f"{RESNET}_base method=ema {_LONG}",
+            *(f"{RESNET}_base method=ema {how}{_LONG}" for how in (f"{_VARIANCES} ", "")),
             *_changes(
                 f"{RESNET}_mesa {_VIEW}",
                 [
@@ -71,7 +76,11 @@ STUDIES = {
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
                     f"{_SPREAD} method.weight=0.3 method.start_epoch=100",
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3"),
-                    *(f"{_NEAREST} {_LONG}", f"{_NEAREST} method.weight=0.3 {_LONG}"),
+                    *(
+                        f"{_NEAREST} {weight}{_LONG}{how}"
+                        for weight in ("", "method.weight=0.3 ")
+                        for how in ("", " method.deviations=true")
+                    ),
                     "method.temperature=1.0 method.weight=1.0",
                 ],
             ),
@@ -101,7 +110,11 @@ STUDIES = {
             *(f"{RESNET}_{method} data.cutout=16" for method in ("base", "sam", "saf")),
             *(
                 f"{RESNET}_mesa data.cutout=16 {_VIEW} {_NEAREST} {change}"
-                for change in ("method.weight=0.3", f"method.weight=0.3 {_LONG}", _LONG)
+                for change in (
+                    "method.weight=0.3",
+                    f"method.weight=0.3 {_LONG}",
+                    f"method.weight=0.3 {_LONG} method.deviations=true",
+                )
             ),
         ),
     ),
@@ -167,21 +180,25 @@ STUDIES = {
             _DECAYED,
             *(f"{_DECAYED} method={name}" for name in ("sam", "saf", "label_smoothing")),
             f"{_DECAYED} method=saf method.lag=15",
-            f"{_DECAYED} method=ema method.decay=0.9995",
+            *(f"{_DECAYED} method=ema {how}method.decay=0.9995" for how in (f"{_VARIANCES} ", "")),
             *(
-                f"{_DECAYED} method=mesa method.decay=0.9937 {_VIEW} {match}"
+                f"{_DECAYED} method=mesa {_VARIANCES} method.decay=0.9937 {_VIEW} {match}"
                 for match in (
                     *(_UNMATCHED, _SPREAD, f"{_SPREAD} method.weight=0.3"),
                     *(_NEAREST, f"{_NEAREST} method.weight=0.3", f"{_NEAREST} method.weight=0.1"),
                 )
             ),
             *(
-                f"{_DECAYED} method=mesa method.decay=0.9995 {change}"
+                f"{_DECAYED} method=mesa {_VARIANCES} method.decay=0.9995 {change}"
                 for change in (
                     *(f"{_VIEW} {_NEAREST}", f"{_VIEW} {_NEAREST} method.weight=3.0"),
                     *(f"{_VIEW} {m} method.weight=0.3" for m in (_NEAREST, _SPREAD, _UNMATCHED)),
                     f"{_NEAREST} method.weight=0.3",
                 )
+            ),
+            *(
+                f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}{weight}"
+                for weight in ("", " method.weight=0.3")
             ),
         ),
     ),

@@ -158,14 +158,19 @@ def a_teacher_that_is_the_model_pulls_by_nothing() -> None:
 
 def averages_are_lerps() -> None:
     _average._plain = lambda v, x: True
-    old = [torch.randn(5000), torch.randn(3, 7), torch.randn(1)]
-    new = [torch.randn_like(tensor) for tensor in old]
+    sizes, variances = ((5000,), (3, 7), (1,), (4096,), (70,)), [False, False, False, True, True]
+    pairs = [(torch.randn(size), torch.randn(size)) for size in sizes]
+    pairs = [(v**2, x**2) if var else (v, x) for (v, x), var in zip(pairs, variances, strict=True)]
+    old, new = (list(tensors) for tensors in zip(*pairs, strict=True))
     for weight in (0.0, 0.3, 0.9, 1.0):
         averages = [tensor.clone() for tensor in old]
-        averaging = _average.Averaging(averages, new, lasting=True)
+        averaging = _average.Averaging(averages, new, variances, lasting=True)
         averaging(averages, new, torch.tensor(weight, dtype=torch.float64), None)
-        for got, before, live in zip(averages, old, new, strict=True):
-            torch.testing.assert_close(got, torch.lerp(before, live, weight))
+        for got, before, live, var in zip(averages, old, new, variances, strict=True):
+            if var:
+                torch.testing.assert_close(got, before.sqrt().lerp(live.sqrt(), weight) ** 2)
+            else:
+                torch.testing.assert_close(got, torch.lerp(before, live, weight))
 
 
 if __name__ == "__main__":

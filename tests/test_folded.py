@@ -486,7 +486,7 @@ for first in (0, 1):  # the second is not aligned
     b = [torch.randn_like(t) for t in a]
     for weight in (0.3, 0.9, 1.0, 0.0):
         c = [torch.cat([t[:first], t])[first:] for t in a]
-        averaging = _average.Averaging(c, b, lasting=True)
+        averaging = _average.Averaging(c, b, [False] * 4, lasting=True)
         averaging(c, b, torch.tensor(weight, dtype=torch.float64), None)
         for mine, old, new in zip(c, a, b):
             torch.testing.assert_close(mine, torch.lerp(old, new, weight), rtol=0, atol=1e-6)

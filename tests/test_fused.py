@@ -54,3 +54,11 @@ def test_the_kernels_compile_for_a_gpu(mode, outputs):
     for match in set(MATCHES) - {"none"}:
         types = [outputs, outputs, "*fp32", "i32", "i32", "i32"]
         assert compiled(_kernels.products, types, BLOCK=128, MATCH=match)["cubin"]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_average_compiles_for_a_gpu(aligned):
+    types = ["*i64", "*i64", "*i64", "*i1", "*i64", "*i64", "*fp64"]
+    made = compiled(_kernels.average, types, BLOCK=1024, ALIGNED=aligned)
+    assert "sqrt.rn.f32" in made["ptx"]

@@ -83,7 +83,10 @@ def test_averages_parameters_and_float_buffers_and_copies_integers(decay, device
     for step in range(20):
         teacher.update(moved(model, step))
         for name, live in tensors(model).items():
-            if live.is_floating_point():
+            if name.endswith("running_var"):
+                deviation = decay * expected[name].sqrt() + (1 - decay) * live.sqrt()
+                expected[name] = deviation**2
+            elif live.is_floating_point():
                 expected[name] = decay * expected[name] + (1 - decay) * live
             else:
                 expected[name] = live.clone()
@@ -116,9 +119,44 @@ def test_decay_0_is_the_student_and_decay_1_never_moves(device):
         student.update(model)
         still.update(model)
         for name, tensor in tensors(model).items():
-            assert torch.equal(tensors(student.module)[name], tensor)
+            # A variance is a root that was squared.
+            near = {"rtol": 2e-7 if name.endswith("running_var") else 0, "atol": 0}
+            torch.testing.assert_close(tensors(student.module)[name], tensor, **near)
             if tensor.is_floating_point():
                 assert torch.equal(tensors(still.module)[name], tensors(first)[name])
+
+
+def test_layers_that_change_in_scale_alone_leave_the_outputs_as_they_are(device):
+    """BatchNorm undoes the scale of the layer before it, in the model and so in its average."""
+    body = nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.BatchNorm1d(16)
+    model = nn.Sequential(*body).double().to(device)
+    for norm in (model[1], model[4]):
+        norm.momentum, norm.eps = None, 1e-30
+    data = torch.randn(64, 6, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        outputs = model(data)
+        teacher = EMATeacher(model, decay=0.9)
+        for _ in range(12):
+            for layer in (model[0], model[3]):
+                layer.weight *= 0.7
+                layer.bias *= 0.7
+            for norm in (model[1], model[4]):
+                norm.reset_running_stats()
+            torch.testing.assert_close(model(data), outputs)
+            teacher.update(model)
+    torch.testing.assert_close(teacher(data), model.eval()(data))
+
+
+def test_a_variance_that_stays_the_same_is_never_rounded_away():
+    model = nn.BatchNorm1d(1000)
+    model.running_var.uniform_(1e-6, 1e3)
+    teacher = EMATeacher(model, decay=0.9999, warmup=False)
+    teacher.update(model)
+    once = teacher.module.running_var.clone()
+    torch.testing.assert_close(once, model.running_var, rtol=2e-7, atol=0)
+    for _ in range(1000):
+        teacher.update(model)
+    torch.testing.assert_close(teacher.module.running_var, model.running_var, rtol=2e-7, atol=0)
 
 
 def test_warmup_forgets_the_initialisation():

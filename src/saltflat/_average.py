@@ -1,6 +1,13 @@
-"""Many tensors averaged by a weight that lies on the device, so that a CUDA graph can repeat it."""
+"""Many tensors averaged by a weight that lies on the device, so that a CUDA graph can repeat it.
+
+Variances are averaged by their square roots. A weight's scale goes into its layer's outputs, so the
+average of some weights that differ in scale alone makes outputs with the average of their standard
+deviations, which is less than their mean variance tells.
+"""
 
 from __future__ import annotations
+
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -16,18 +23,22 @@ class Averaging:
     Args:
         averages: The tensors v, changed in place.
         live: The tensors x, as they are laid out in memory.
+        variances: Of each pair, whether it is their roots that are averaged.
         lasting: Whether these tensors stay, rather than being made for each call.
     """
 
-    def __init__(self, averages: list[Tensor], live: list[Tensor], lasting: bool) -> None:
+    def __init__(
+        self, averages: list[Tensor], live: list[Tensor], variances: list[bool], *, lasting: bool
+    ) -> None:
         pairs = list(zip(averages, live, strict=True))
+        self._variances = variances
         self._addresses = [(v.data_ptr(), x.data_ptr()) for v, x in pairs]
         self._kernel = lasting and has_triton() and all(_plain(v, x) for v, x in pairs)
         if not self._kernel:
             return
         sizes = [v.numel() for v in averages]
         of, starts = blocks(sizes, _BLOCK)
-        tables = (*zip(*self._addresses, strict=True), sizes, of, starts)
+        tables = (*zip(*self._addresses, strict=True), sizes, variances, of, starts)
         self._programs = len(of)
         self._aligned = aligned(address for pair in self._addresses for address in pair)
         self._tables = [torch.tensor(table, device=averages[0].device) for table in tables]
@@ -55,12 +66,21 @@ class Averaging:
                 average[(self._programs,)](
                     *self._tables, weight, BLOCK=_BLOCK, ALIGNED=self._aligned
                 )
-        elif known is not None:
+            return
+        roots = list(compress(averages, self._variances))
+        if roots:
+            torch._foreach_sqrt_(roots)
+            new = iter(torch._foreach_sqrt(list(compress(live, self._variances))))
+            pairs = zip(live, self._variances, strict=True)
+            live = [next(new) if variance else x for x, variance in pairs]
+        if known is not None:
             torch._foreach_lerp_(averages, live, known)
         else:
             change = torch._foreach_sub(live, averages)
             torch._foreach_mul_(change, weight)
             torch._foreach_add_(averages, change)
+        if roots:
+            torch._foreach_mul_(roots, roots)
 
 
 def _plain(v: Tensor, x: Tensor) -> bool:

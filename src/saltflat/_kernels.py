@@ -194,10 +194,11 @@ def _put_float(first, value):
 
 @triton.jit
 def average(
-    averages, lives, sizes, tensor_of, start_of, weight,
+    averages, lives, sizes, variances, tensor_of, start_of, weight,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """v += weight (x - v) as torch.lerp has it; a block of one of the tensors in each program."""
+    """v += weight (x - v) as torch.lerp has it, of variances for their roots; a block of one of the
+    tensors in each program."""
     program = tl.program_id(0)
     k = tl.load(tensor_of + program)
     start = tl.multiple_of(tl.load(start_of + program), BLOCK)
@@ -207,8 +208,13 @@ def average(
     w = tl.load(weight)
     near, far = w.to(tl.float32), (1 - w).to(tl.float32)
     at = start + tl.arange(0, BLOCK)
+    if tl.load(variances + k):
+        mask = at < size
+        old, new = tl.load(v + at, mask, other=0.0), tl.load(x + at, mask, other=0.0)
+        root = _lerp(tl.sqrt_rn(old), tl.sqrt_rn(new), near, far)
+        tl.store(v + at, root * root, mask)
     # A mask of unknown shape forbids loads of 16 bytes, and most blocks need none.
-    if start + BLOCK <= size:
+    elif start + BLOCK <= size:
         tl.store(v + at, _lerp(tl.load(v + at), tl.load(x + at), near, far))
     else:
         mask = at < size

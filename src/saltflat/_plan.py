@@ -13,6 +13,8 @@ from saltflat._ranks import local
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """What an average that moves by 1 - decay a step cannot be kept in."""
+VARIANCE = "running_var"
+"""What layers with running statistics call their variances."""
 
 
 class Plan:
@@ -26,14 +28,22 @@ class Plan:
         precise: The float32 averages of its half-precision tensors, as buffers.
         which: Of the teacher's tensors, those that are averaged; the others are copied.
         model: What is averaged.
+        deviations: Whether variances are averaged by their roots.
 
     Raises:
         ValueError: If the two do not have the same tensors.
     """
 
     def __init__(
-        self, teacher: nn.Module, precise: nn.Module, which: Tensor, model: nn.Module
+        self,
+        teacher: nn.Module,
+        precise: nn.Module,
+        which: Tensor,
+        model: nn.Module,
+        *,
+        deviations: bool,
     ) -> None:
+        self._by_root = VARIANCE if deviations else None
         self.model = weakref.ref(model)
         self.weight = torch.zeros((), dtype=torch.float64)
         self._averaging: Averaging | None = None
@@ -60,7 +70,8 @@ class Plan:
         if self._averaging is None or not self._averaging.fits(averages, live):
             # A cast makes new tensors, whose addresses a kernel could not keep.
             casts = any(x is not y for x, y in zip(live, self._live(), strict=True))
-            self._averaging = Averaging(averages, live, lasting=not casts)
+            variances = [key == self._by_root for _, (_, key) in self._averaged]
+            self._averaging = Averaging(averages, live, variances, lasting=not casts)
             self.weight = self.weight.to(averages[0].device)
 
     def average(self, averages: list[Tensor], live: list[Tensor], known: float | None) -> None:

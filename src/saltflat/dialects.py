@@ -19,7 +19,7 @@ def mesa_dialect(name: str, epochs: int) -> dict[str, Any]:
 
     Args:
         name: "paper": the paper's equations, without T squared. "released": the authors' code, with
-            it; the defaults of `MESA` but for `warmup` and `match`. "cross_entropy": the
+            it; the defaults of `MESA` but for `warmup`, `deviations`, `match`. "cross_entropy": the
             cross-entropy at temperature 1 with weight 1 from a quarter of the training on.
             "fastervit": 50 KL at temperature 3 with weight 0.25, as FasterViT's train.sh has it.
         epochs: How long the training is.
@@ -54,4 +54,4 @@ def mesa_dialect(name: str, epochs: int) -> dict[str, Any]:
     }
     if name not in dialects:
         raise ValueError(f"unknown dialect {name!r}: there are {', '.join(dialects)}")
-    return {**dialects[name], "warmup": False, "match": "none"}
+    return {**dialects[name], "warmup": False, "deviations": False, "match": "none"}

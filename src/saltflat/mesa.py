@@ -36,6 +36,7 @@ class MESA(TrajectoryTerm):
         start_epoch: The first epoch, counted from 0, in which the loss is added.
         tau_squared: Whether to multiply by the squared temperature, as the released code does.
         warmup: Whether the decay starts small, so that the random initialisation does not linger.
+        deviations: Whether the teacher averages BatchNorm's variances as standard deviations.
         batch_statistics: Whether the teacher's BatchNorm normalises by the batch, as the model's
             does in training, instead of by averaged statistics; `teacher.fold()` then saves
             nothing.
@@ -80,6 +81,7 @@ class MESA(TrajectoryTerm):
         start_epoch: int = 5,
         tau_squared: bool = True,
         warmup: bool = True,
+        deviations: bool = True,
         batch_statistics: bool = False,
         match: str = "nearest",
         interval: int = 1,
@@ -95,7 +97,13 @@ class MESA(TrajectoryTerm):
         self.interval = interval
         self.batch_statistics = batch_statistics
         self.match = match
-        self.teacher = EMATeacher(model, decay=decay, warmup=warmup, process_group=process_group)
+        self.teacher = EMATeacher(
+            model,
+            decay=decay,
+            warmup=warmup,
+            deviations=deviations,
+            process_group=process_group,
+        )
         self._ahead: _Ahead | None = None
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
 

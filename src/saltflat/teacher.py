@@ -59,6 +59,9 @@ class EMATeacher(nn.Module):
         warmup: Let the decay grow as min(decay, (1 + t) / (10 + t)) over the updates t = 0, 1, ...
             Without it, the random initialisation still is a third of the teacher when the loss
             starts on CIFAR.
+        deviations: Whether BatchNorm's running variances are averaged as standard deviations. The
+            outputs of an average of weights that shrink spread as the average of their deviations
+            says; the average of their variances, which the paper's code has, is larger.
         process_group: The processes that train together; the default group unless said.
 
     Raises:
@@ -81,6 +84,7 @@ class EMATeacher(nn.Module):
         *,
         decay: float = 0.9995,
         warmup: bool = True,
+        deviations: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -88,6 +92,7 @@ class EMATeacher(nn.Module):
             raise ValueError(f"decay must be within [0, 1], got {decay}")
         self.decay = decay
         self.warmup = warmup
+        self.deviations = deviations
         self.updates = 0
         self._group = Group(process_group)
         self._alike = False
@@ -168,7 +173,9 @@ class EMATeacher(nn.Module):
         plan, model = self._plan, _unwrapped(model)
         if plan is None or plan.model() is not model:
             which = self.get_buffer("_can_average")
-            plan = self._plan = Plan(self.module, self.precise, which, model)
+            plan = self._plan = Plan(
+                self.module, self.precise, which, model, deviations=self.deviations
+            )
         averages, live = plan.averaged()
         if averages:
             known = None
@@ -249,7 +256,7 @@ class EMATeacher(nn.Module):
             self._folding.outdate()
 
     def extra_repr(self) -> str:
-        return f"decay={self.decay}, warmup={self.warmup}"
+        return f"decay={self.decay}, warmup={self.warmup}, deviations={self.deviations}"
 
 
 def _copied(model: nn.Module) -> nn.Module:
