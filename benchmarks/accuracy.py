@@ -31,11 +31,11 @@ from studies import STUDIES, Study
 
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
 from saltflat.train.files import markdown, read_json, to_json, write_text
-from saltflat.train.folder import CONFIG, RESULT
+from saltflat.train.folder import CONFIG, RESULT, read_config
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Run
 from saltflat.train.methods import METHODS
-from saltflat.train.provenance import without_folders
+from saltflat.train.provenance import train_command, without_folders
 from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
@@ -112,9 +112,10 @@ def keep(args: argparse.Namespace) -> None:
         known = read_json(file) if file.exists() else {}
         for result in folder.glob(f"*/{RESULT}"):
             rows = [row for row in read_metrics(result.parent) if (row["epoch"] + 1) % EVERY == 0]
+            config = in_full(read_config(result.parent))
             known[result.parent.name] = {
-                "config": in_full(read_json(result.parent / CONFIG)),
-                "result": read_json(result),
+                "config": dataclasses.asdict(config),
+                "result": {**read_json(result), "command": train_command(config)},
                 "metrics": [{k: _rounded(v) for k, v in row.items()} for row in rows],
             }
         lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in sorted(known))
@@ -122,11 +123,11 @@ def keep(args: argparse.Namespace) -> None:
         print(file)
 
 
-def in_full(config: dict[str, Any]) -> dict[str, Any]:
+def in_full(config: Config) -> Config:
     """A run's config with every setting of its method, as defaults may change."""
-    method = config["method"]
-    settings = {**METHODS[method["name"]].settings(), **method["settings"]}
-    return {**config, "method": {**method, "settings": settings}}
+    settings = {**METHODS[config.method.name].settings(), **config.method.settings}
+    method = dataclasses.replace(config.method, settings=settings)
+    return dataclasses.replace(config, method=method)
 
 
 def unpack(args: argparse.Namespace) -> None:

@@ -118,6 +118,13 @@ STUDIES = {
             ),
         ),
     ),
+    "smoothed": Study(
+        "With label smoothing: CIFAR-100, ResNet-18, 200 epochs",
+        (
+            *(f"{RESNET}_{method} label_smoothing=0.1" for method in ("base", "sam", "saf")),
+            f"{RESNET}_mesa label_smoothing=0.1 {_VIEW} {_NEAREST} method.weight=0.3",
+        ),
+    ),
     "stores": Study(
         "SAF's storage: CIFAR-100, ResNet-18, 200 epochs",
         _changes(f"{RESNET}_saf", ["method.storage=float32", "method.storage=uint8"]),

@@ -54,10 +54,11 @@ def test_a_quarter_of_the_training(epochs):
     assert start == next(e for e in range(epochs) if e / epochs > 0.25)
 
 
-def test_the_released_code_is_the_default_but_for_warm_up_and_matching():
+def test_the_released_code_is_the_default_but_for_the_average_and_matching():
     defaults = inspect.signature(MESA).parameters
     released = mesa_dialect("released", epochs=200)
-    assert (released.pop("warmup"), released.pop("match")) == (False, "none")
+    others = {"warmup": False, "deviations": False, "match": "none"}
+    assert {name: released.pop(name) for name in others} == others
     assert released == {name: defaults[name].default for name in released}
 
 

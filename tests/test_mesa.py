@@ -311,6 +311,15 @@ def test_matching_is_what_the_formula_says(match):
     np.testing.assert_allclose(mesa(model(x), x).item(), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("deviations", [True, False])
+def test_the_teacher_averages_as_it_is_told(deviations):
+    model = torch.nn.BatchNorm1d(2)
+    mesa = MESA(model, decay=0.5, warmup=False, deviations=deviations)
+    model.running_var.fill_(9.0)
+    mesa.update(model)
+    assert mesa.teacher.module.running_var.tolist() == [4.0 if deviations else 5.0] * 2
+
+
 def test_it_says_what_it_does_to_the_teachers_outputs():
     _, mesa, _ = model_and_another_teacher(match="spread", interval=2)
     assert "batch_statistics=False, match='spread', interval=2" in repr(mesa)

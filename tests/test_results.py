@@ -14,6 +14,7 @@ from saltflat.train.folder import read_config
 from saltflat.train.log import read_metrics
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS
+from saltflat.train.provenance import train_command
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -62,7 +63,7 @@ def test_a_kept_run_is_the_recipe_with_its_changes(line):
     named = {option.split("=")[0] for option in line.split()[1:]}
     for seed, run in KEPT[accuracy.folder_of(line)].items():
         meant = accuracy.config_of(line, int(seed.removeprefix("seed")))
-        ours = json.loads(to_json(accuracy.in_full(dataclasses.asdict(meant))))
+        ours = json.loads(to_json(dataclasses.asdict(accuracy.in_full(meant))))
         theirs = {**ours, **run["config"], "data": {**ours["data"], **run["config"]["data"]}}
         theirs["data"]["name"] = theirs["data"]["name"].removesuffix(".npz")
         for name in free - named:
@@ -102,6 +103,9 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     assert again == dataclasses.replace(small, seed=1, method=again.method)
     assert again.method.settings == {**METHODS["saf"].settings(), "start_epoch": 4}
     assert [row["epoch"] for row in read_metrics(back)] == [4]
+    command = json.loads((back / "result.json").read_text())["command"]
+    assert command == train_command(again)  # with settings that were the defaults
+    assert '"lag": 3' in command
     runs = accuracy.judged("digits_noisy method=saf", kept)
     assert list(runs) == [0, 1]
     assert str(tmp_path) not in (kept / "digits_noisy-method_saf.json").read_text()

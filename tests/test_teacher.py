@@ -75,15 +75,16 @@ def test_a_forward_that_would_run_the_model_is_refused():
         EMATeacher(model)
 
 
+@pytest.mark.parametrize("deviations", [True, False])
 @pytest.mark.parametrize("decay", [0.3, 0.99])
-def test_averages_parameters_and_float_buffers_and_copies_integers(decay, device):
+def test_averages_parameters_and_float_buffers_and_copies_integers(decay, deviations, device):
     model = network().double().to(device)
-    teacher = EMATeacher(model, decay=decay, warmup=False)
+    teacher = EMATeacher(model, decay=decay, warmup=False, deviations=deviations)
     expected = {name: t.clone() for name, t in tensors(model).items()}
     for step in range(20):
         teacher.update(moved(model, step))
         for name, live in tensors(model).items():
-            if name.endswith("running_var"):
+            if name.endswith("running_var") and deviations:
                 deviation = decay * expected[name].sqrt() + (1 - decay) * live.sqrt()
                 expected[name] = deviation**2
             elif live.is_floating_point():
@@ -93,6 +94,7 @@ def test_averages_parameters_and_float_buffers_and_copies_integers(decay, device
     for name, tensor in tensors(teacher.module).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
     assert teacher.module[1].num_batches_tracked == 20
+    assert teacher.deviations == deviations
 
 
 def test_equals_torchs_averaged_model():
@@ -157,6 +159,26 @@ def test_a_variance_that_stays_the_same_is_never_rounded_away():
     for _ in range(1000):
         teacher.update(model)
     torch.testing.assert_close(teacher.module.running_var, model.running_var, rtol=2e-7, atol=0)
+
+
+def test_an_update_that_fails_leaves_variances_variances(monkeypatch):
+    model = nn.BatchNorm1d(3)
+    teacher = EMATeacher(model, decay=0.5)
+    model.running_var.fill_(9.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_foreach_lerp_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            teacher.update(model)
+    assert torch.equal(teacher.module.running_var, torch.ones(3))
+
+
+def test_a_parameter_is_no_variance():
+    model = nn.Module()
+    model.running_var = nn.Parameter(torch.tensor([-1.0]))
+    teacher = EMATeacher(model, decay=0.5, warmup=False)
+    model.running_var.data.fill_(3.0)
+    teacher.update(model)
+    assert teacher.module.running_var.item() == 1
 
 
 def test_warmup_forgets_the_initialisation():

@@ -15,6 +15,7 @@ from torch import Tensor
 from saltflat._launch import aligned, blocks, has_triton
 
 _BLOCK = 4096
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class Averaging:
@@ -67,20 +68,24 @@ class Averaging:
                     *self._tables, weight, BLOCK=_BLOCK, ALIGNED=self._aligned
                 )
             return
-        roots = list(compress(averages, self._variances))
-        if roots:
-            torch._foreach_sqrt_(roots)
-            new = iter(torch._foreach_sqrt(list(compress(live, self._variances))))
-            pairs = zip(live, self._variances, strict=True)
-            live = [next(new) if variance else x for x, variance in pairs]
-        if known is not None:
-            torch._foreach_lerp_(averages, live, known)
-        else:
-            change = torch._foreach_sub(live, averages)
-            torch._foreach_mul_(change, weight)
-            torch._foreach_add_(averages, change)
-        if roots:
-            torch._foreach_mul_(roots, roots)
+        if any(self._variances):
+            squares = list(compress(averages, self._variances))
+            roots = torch._foreach_sqrt(squares)
+            _lerp(roots, torch._foreach_sqrt(list(compress(live, self._variances))), weight, known)
+            torch._foreach_copy_(squares, torch._foreach_mul(roots, roots))
+            others = [not variance for variance in self._variances]
+            averages, live = list(compress(averages, others)), list(compress(live, others))
+        if averages:
+            _lerp(averages, live, weight, known)
+
+
+def _lerp(averages: Tensors, live: Tensors, weight: Tensor, known: float | None) -> None:
+    if known is not None:
+        torch._foreach_lerp_(averages, live, known)
+    else:
+        change = torch._foreach_sub(live, averages)
+        torch._foreach_mul_(change, weight)
+        torch._foreach_add_(averages, change)
 
 
 def _plain(v: Tensor, x: Tensor) -> bool:

@@ -13,8 +13,6 @@ from saltflat._ranks import local
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """What an average that moves by 1 - decay a step cannot be kept in."""
-VARIANCE = "running_var"
-"""What layers with running statistics call their variances."""
 
 
 class Plan:
@@ -43,7 +41,6 @@ class Plan:
         *,
         deviations: bool,
     ) -> None:
-        self._by_root = VARIANCE if deviations else None
         self.model = weakref.ref(model)
         self.weight = torch.zeros((), dtype=torch.float64)
         self._averaging: Averaging | None = None
@@ -51,15 +48,18 @@ class Plan:
         if problem := _mismatch(ours, theirs) or _too_coarse(ours, finer):
             raise ValueError(f"the model is not the one this teacher was made from: {problem}")
         self._owned = [*ours.values(), *finer.values()]
-        buffers = [name for name, _ in teacher.named_buffers() if name in ours]
+        buffers = dict.fromkeys(name for name, _ in teacher.named_buffers() if name in ours)
         self._buffers = [ours[name] for name in buffers]
         self._buffers += [finer[flat(name)] for name in buffers if flat(name) in finer]
         self._averaged: list[tuple[Slot, Slot]] = []
+        self._variances: list[bool] = []
+        """Of what is averaged, whether it is by roots."""
         self._copied: list[tuple[Slot, Slot]] = []
         for (name, slot), averaged in zip(ours.items(), which.tolist(), strict=True):
             average = finer.get(flat(name), slot)
             if averaged:
                 self._averaged.append((average, theirs[name]))
+                self._variances.append(deviations and name in buffers and slot[1] == "running_var")
                 if average is not slot:
                     self._copied.append((slot, average))
             else:
@@ -70,8 +70,7 @@ class Plan:
         if self._averaging is None or not self._averaging.fits(averages, live):
             # A cast makes new tensors, whose addresses a kernel could not keep.
             casts = any(x is not y for x, y in zip(live, self._live(), strict=True))
-            variances = [key == self._by_root for _, (_, key) in self._averaged]
-            self._averaging = Averaging(averages, live, variances, lasting=not casts)
+            self._averaging = Averaging(averages, live, self._variances, lasting=not casts)
             self.weight = self.weight.to(averages[0].device)
 
     def average(self, averages: list[Tensor], live: list[Tensor], known: float | None) -> None:

@@ -36,10 +36,11 @@ class EMATeacher(nn.Module):
 
     .. math:: v_t = \beta v_{t-1} + (1 - \beta) \theta_t \qquad \text{(10)}
 
-    Parameters and floating-point buffers are averaged; other tensors, and masks that hold
-    infinities, are copied. Half-precision tensors are averaged in float32 and rounded for use, or
-    an average that moves by 1 - decay a step would stand still. A model that has become NaN makes
-    the teacher NaN for good: leave the update out where you leave the step out.
+    Parameters and floating-point buffers are averaged, running variances as standard deviations;
+    other tensors, and masks that hold infinities, are copied. Half-precision tensors are averaged
+    in float32 and rounded for use, or an average that moves by 1 - decay a step would stand still.
+    A model that has become NaN makes the teacher NaN for good: leave the update out where you leave
+    the step out.
 
     Forward passes of a convolutional network are cheaper after `fold()`: they run a twin whose
     convolutions normalise their outputs themselves, with weights in autocast's precision, on a GPU
@@ -59,9 +60,9 @@ class EMATeacher(nn.Module):
         warmup: Let the decay grow as min(decay, (1 + t) / (10 + t)) over the updates t = 0, 1, ...
             Without it, the random initialisation still is a third of the teacher when the loss
             starts on CIFAR.
-        deviations: Whether BatchNorm's running variances are averaged as standard deviations. The
-            outputs of an average of weights that shrink spread as the average of their deviations
-            says; the average of their variances, which the paper's code has, is larger.
+        deviations: Whether running variances are averaged as standard deviations, as which the
+            outputs of an average of shrinking weights spread. The average of variances, which the
+            paper's code has, is more than the square of that.
         process_group: The processes that train together; the default group unless said.
 
     Raises:
@@ -92,7 +93,7 @@ class EMATeacher(nn.Module):
             raise ValueError(f"decay must be within [0, 1], got {decay}")
         self.decay = decay
         self.warmup = warmup
-        self.deviations = deviations
+        self._deviations = deviations
         self.updates = 0
         self._group = Group(process_group)
         self._alike = False
@@ -174,7 +175,7 @@ class EMATeacher(nn.Module):
         if plan is None or plan.model() is not model:
             which = self.get_buffer("_can_average")
             plan = self._plan = Plan(
-                self.module, self.precise, which, model, deviations=self.deviations
+                self.module, self.precise, which, model, deviations=self._deviations
             )
         averages, live = plan.averaged()
         if averages:
@@ -217,6 +218,11 @@ class EMATeacher(nn.Module):
         if not self.warmup:
             return self.decay
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
+
+    @property
+    def deviations(self) -> bool:
+        """Whether running variances are averaged as standard deviations."""
+        return self._deviations
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from saltflat import MESA, SAF
+from saltflat import MESA, SAF, EMATeacher
 from saltflat._match import MATCHES
 from saltflat.codecs import CODECS
 
@@ -113,6 +113,23 @@ def test_the_teacher_never_waits_for_the_gpu():
         mesa(model(x), x).backward()
         mesa.update(model)
     assert mesa.teacher.updates == 2
+
+
+@pytest.mark.parametrize("deviations", [True, False])
+def test_the_average_is_that_on_the_cpu(deviations):
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(90, 70), torch.nn.BatchNorm1d(70))]
+    models.append(copy.deepcopy(models[0]).to(CUDA))
+    teachers = [EMATeacher(model, decay=0.9, deviations=deviations) for model in models]
+    for _ in range(20):
+        changes = {
+            name: torch.rand_like(t) for name, t in models[0].state_dict().items() if t.dim()
+        }
+        for model, teacher in zip(models, teachers, strict=True):
+            model.load_state_dict(changes, strict=False)
+            teacher.update(model)
+    ours, theirs = (teacher.module.cpu().state_dict() for teacher in teachers)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("match", MATCHES)
