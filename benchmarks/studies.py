@@ -86,6 +86,13 @@ STUDIES = {
             ),
         ),
     ),
+    "shrinking": Study(
+        "A long average of SGD's weights: 2,000 small images of CIFAR-10, 400 epochs",
+        tuple(
+            f"cifar10_small epochs=400 optimizer.weight_decay=0.006 method=ema {how}"
+            for how in (f"{_VARIANCES} method.decay=0.9995", "method.decay=0.9995")
+        ),
+    ),
     "cifar10": Study(
         "CIFAR-10, ResNet-18, 200 epochs, the paper's settings",
         tuple(f"cifar10_resnet18_{method}" for method in ("base", "sam", "saf", "mesa")),
