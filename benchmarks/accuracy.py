@@ -160,7 +160,7 @@ def table(study: Study, kept: Path = KEPT) -> str:
     for line, found in measured.items():
         accuracy = judged(line, kept)
         gain = None if line == first else difference(line, first, kept)
-        teachers = [r["teacher_accuracy"] for r in found.values() if r["teacher_accuracy"]]
+        teachers = [r["teacher_accuracy"] for r in found.values()]
         rows.append(
             [
                 f"`{line}`",
@@ -168,7 +168,7 @@ def table(study: Study, kept: Path = KEPT) -> str:
                 _shown(interval(list(accuracy.values()))),
                 "" if gain is None else _shown(gain),
                 f"{fmean(r['best_accuracy'] for r in found.values()):.2f}",
-                f"{fmean(teachers):.2f}" if teachers else "",
+                "" if None in teachers else f"{fmean(teachers):.2f}",
                 f"{fmean(r['sharpness'] for r in found.values()):.4f}",
                 paper_figure(line),
             ]
@@ -205,10 +205,10 @@ def judged(line: str, kept: Path = KEPT, *, teachers: bool = False) -> dict[int,
     With `teachers` of the average wherever there is one.
     """
     teachers = teachers or METHODS[config_of(line, 0).method.name].judged_by_teacher
-    return {
-        seed: (teachers and result.get("teacher_accuracy")) or result["accuracy"]
-        for seed, result in results(line, kept).items()
-    }
+    found = results(line, kept)
+    has_one = teachers and all(r["teacher_accuracy"] is not None for r in found.values())
+    key = "teacher_accuracy" if has_one else "accuracy"
+    return {seed: result[key] for seed, result in found.items()}
 
 
 def _shown(value: Interval) -> str:

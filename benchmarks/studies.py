@@ -23,7 +23,6 @@ def _changes(base: str, changes: list[str], *others: str) -> tuple[str, ...]:
 
 
 RESNET = "cifar100_resnet18"
-_CONTROLS = ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")
 _SHORT = f"{RESNET}_mesa epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
@@ -37,6 +36,7 @@ _VARIANCES = "method.deviations=false"
 _SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
+_SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
     "method=saf method.temperature=1.0 method.weight=1.0",
@@ -51,7 +51,7 @@ _DIGITS = (
     ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method=mesa {weight}{_NEAREST}" for weight in ("method.weight=0.3 ", "")),
-    *(f"method={name}" for name in _CONTROLS),
+    *(f"method={name}" for name in ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")),
 )
 STUDIES = {
     "table": Study(
@@ -59,8 +59,8 @@ STUDIES = {
         (
             *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
             *(
-                f"{RESNET}_base method={name}" + (f" {_VARIANCES}" if name == "ema" else "")
-                for name in _CONTROLS
+                f"{RESNET}_base method={name}"
+                for name in ("label_smoothing", f"ema {_VARIANCES}", "saf_shuffled", "saf_uniform")
             ),
         ),
     ),
@@ -89,8 +89,7 @@ STUDIES = {
     "shrinking": Study(
         "A long average of SGD's weights: 2,000 small images of CIFAR-10, 400 epochs",
         tuple(
-            f"cifar10_small epochs=400 optimizer.weight_decay=0.006 method=ema {how}"
-            for how in (f"{_VARIANCES} method.decay=0.9995", "method.decay=0.9995")
+            f"{_SHRINKING} method=ema {how}method.decay=0.9995" for how in (f"{_VARIANCES} ", "")
         ),
     ),
     "cifar10": Study(

@@ -149,13 +149,10 @@ def test_layers_that_change_in_scale_alone_leave_the_outputs_as_they_are(device)
     torch.testing.assert_close(teacher(data), model.eval()(data))
 
 
-def test_a_variance_that_stays_the_same_is_never_rounded_away():
+def test_rounding_does_not_move_a_variance_that_stays_the_same():
     model = nn.BatchNorm1d(1000)
     model.running_var.uniform_(1e-6, 1e3)
     teacher = EMATeacher(model, decay=0.9999, warmup=False)
-    teacher.update(model)
-    once = teacher.module.running_var.clone()
-    torch.testing.assert_close(once, model.running_var, rtol=2e-7, atol=0)
     for _ in range(1000):
         teacher.update(model)
     torch.testing.assert_close(teacher.module.running_var, model.running_var, rtol=2e-7, atol=0)
