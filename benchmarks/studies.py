@@ -36,6 +36,8 @@ _VARIANCES = "method.deviations=false"
 _SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
+_FROZEN = f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=100"
+_HALF = "method.start_epoch=100"
 _SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
@@ -51,6 +53,7 @@ _DIGITS = (
     ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method=mesa {weight}{_NEAREST}" for weight in ("method.weight=0.3 ", "")),
+    *_changes("method=mesa method.freeze_epoch=20", ["method.start_epoch=20"]),
     *(f"method={name}" for name in ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")),
 )
 STUDIES = {
@@ -86,6 +89,20 @@ STUDIES = {
             ),
         ),
     ),
+    "frozen_200": Study(
+        "A teacher that stops half-way: CIFAR-100, ResNet-18, 200 epochs",
+        (
+            f"{RESNET}_base",
+            *_changes(
+                f"{RESNET}_mesa {_NEAREST} method.deviations=true method.freeze_epoch=100",
+                [
+                    _HALF,
+                    *(f"{_HALF} method.weight={weight}" for weight in (0.3, 2.0)),
+                    *(f"{_HALF} {change}" for change in (_LONG, _UNMATCHED)),
+                ],
+            ),
+        ),
+    ),
     "shrinking": Study(
         "A long average of SGD's weights: 2,000 small images of CIFAR-10, 400 epochs",
         tuple(
@@ -106,7 +123,7 @@ STUDIES = {
             f"{RESNET}_base",
             [
                 *("data.cutout=16", "optimizer.nesterov=true", "optimizer.decay_vectors=false"),
-                *("initialization=torch", "label_smoothing=0.1", "precision=float32"),
+                *("initialization=torch", "method=label_smoothing", "precision=float32"),
             ],
         ),
     ),
@@ -127,7 +144,8 @@ STUDIES = {
     "smoothed": Study(
         "With label smoothing: CIFAR-100, ResNet-18, 200 epochs",
         (
-            *(f"{RESNET}_{method} label_smoothing=0.1" for method in ("base", "sam", "saf")),
+            f"{RESNET}_base method=label_smoothing",
+            *(f"{RESNET}_{method} label_smoothing=0.1" for method in ("sam", "saf")),
             f"{RESNET}_mesa label_smoothing=0.1 {_VIEW} {_NEAREST} method.weight=0.3",
         ),
     ),
@@ -212,6 +230,30 @@ STUDIES = {
             *(
                 f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}{weight}"
                 for weight in ("", " method.weight=0.3")
+            ),
+        ),
+    ),
+    "frozen": Study(
+        "A teacher that stops half-way: 2,000 small images of CIFAR-10, 200 epochs",
+        (
+            _DECAYED,
+            *(f"{_DECAYED} method={name}" for name in ("saf", "label_smoothing")),
+            f"{_DECAYED} method=ema method.decay=0.9995",
+            f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}",
+            *_changes(
+                _FROZEN,
+                [
+                    _UNMATCHED,
+                    f"method.weight=0.3 {_UNMATCHED}",
+                    _HALF,
+                    *(f"{_HALF} {change}" for change in (_UNMATCHED, "method.weight=0.3")),
+                    f"{_HALF} method.weight=2.0",
+                ],
+            ),
+            f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100 {_HALF}",
+            *_changes(
+                f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=140",
+                [_UNMATCHED, "method.start_epoch=140"],
             ),
         ),
     ),

@@ -91,13 +91,19 @@ def mesa_training(
     temperature: float,
     decay: float,
     start_epoch: int,
+    freeze_epoch: int | None,
 ) -> list[tuple[float, Array, Array]]:
-    """Algorithm 1 with MESA: v_1 = theta_1, and v_t is averaged before the loss of step t."""
+    """Algorithm 1 with MESA: v_1 = theta_1, and v_t is averaged before the loss of step t.
+
+    It is not averaged after a step of `freeze_epoch` or later.
+    """
     model, trace = LinearClassifier(weight, learning_rate), []
-    teacher = weight.copy()
+    teacher, frozen = weight.copy(), False
     for epoch, epoch_batches in enumerate(batches):
         for _, x, y in epoch_batches:
-            teacher = decay * teacher + (1 - decay) * model.weight
+            if not frozen:
+                teacher = decay * teacher + (1 - decay) * model.weight
+            frozen = freeze_epoch is not None and epoch >= freeze_epoch
             references = [row if epoch >= start_epoch else None for row in x @ teacher]
             loss = model.step(x, y, references, strength, temperature)
             trace.append((loss, model.weight.copy(), teacher.copy()))

@@ -656,6 +656,24 @@ def teachers_that_one_rank_touches(ranks):
     assert mesa.teacher.updates == 44
 
 
+def a_teacher_that_is_frozen(ranks):
+    """Rank 0 alone has loaded it: the first step makes all alike, and nothing is sent after."""
+    model, calls = network(), Counter()
+    mesa = MESA(model, start_epoch=0, freeze_epoch=1)
+    if ranks.rank == 0:
+        trained = MESA(network(seed=3), start_epoch=0, process_group=ranks.alone)
+        for _ in range(40):
+            trained.update(network(seed=4))
+        mesa.load_state_dict(trained.state_dict())
+    mesa.set_epoch(1)
+    before = ranks.gathered(dict(mesa.teacher.module.state_dict()))[0]
+    mesa.update(model)
+    with counted_collectives(calls):
+        mesa.update(model)
+    assert not calls and mesa.teacher.updates == 42
+    assert same(dict(mesa.teacher.module.state_dict()), before)
+
+
 def copies_share_their_group(ranks):
     group = dist.new_group(range(ranks.size))
     saf, mesa = SAF(SAMPLES, CLASSES, process_group=group), MESA(network(), process_group=group)
@@ -723,6 +741,7 @@ SCENARIOS = {
         teachers_outputs_are_matched_over_all_batches,
         teachers_alone,
         teachers_that_one_rank_touches,
+        a_teacher_that_is_frozen,
         copies_share_their_group,
         what_was_sent_before_a_capture,
     )

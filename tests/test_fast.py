@@ -135,6 +135,20 @@ def test_steps_with_mesas_loss_and_steps_without_are_recorded_apart(
     assert read_metrics(tmp_path / "plain")[-1]["extra_loss"] > 0
 
 
+def test_steps_with_a_frozen_teacher_are_recorded_apart(recorded, tmp_path, monkeypatch):
+    settings = {"start_epoch": 1, "freeze_epoch": 2, "decay": 0.9}
+    mesa = dataclasses.replace(config("mesa"), method=MethodConfig("mesa", settings))
+    fit(mesa, tmp_path / "recorded")
+    assert (recorded["recorded"], recorded["replayed"]) == (3, 21)
+    monkeypatch.undo()
+    fit(mesa, tmp_path / "plain")
+    same_figures(tmp_path / "recorded", tmp_path / "plain")
+    mine, plain = (load_checkpoint(tmp_path / name)[1] for name in ("recorded", "plain"))
+    assert _updates(mine) == _updates(plain)
+    *_, before, last = (row["teacher_accuracy"] for row in read_metrics(tmp_path / "plain"))
+    assert before == last != read_metrics(tmp_path / "plain")[0]["teacher_accuracy"]
+
+
 @pytest.mark.parametrize("method", ["looksam", "saf", "mesa", "ema"])
 def test_a_long_recorded_run_stays_a_plain_one(method, recorded, tmp_path, monkeypatch):
     fit(config(method, epochs=9), tmp_path / "recorded")

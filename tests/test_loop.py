@@ -307,6 +307,10 @@ def test_mesas_teacher_sees_mixed_images_and_half_precision(tmp_path, monkeypatc
         (replace(of("saf"), epochs=1), "compares with 1 epochs ago, and the run has 1"),
         (replace(SMALL, data=replace(SMALL.data, batch_size=161)), "batch"),
         (replace(of("mesa"), epochs=2), "mesa starts in epoch 2, and the run has 2"),
+        (
+            replace(of("mesa"), method=MethodConfig("mesa", {"start_epoch": 1, "freeze_epoch": 5})),
+            "mesa freezes its teacher in epoch 5, and the run has 5",
+        ),
         (replace(SMALL, optimizer=OptimizerConfig(warmup_epochs=9)), "leaves nothing of 5"),
         (replace(SMALL, method=MethodConfig("safe")), "did you mean 'saf'"),
         (

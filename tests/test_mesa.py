@@ -13,7 +13,8 @@ from saltflat import MESA
 from saltflat._match import MATCHES, multiple, sums
 
 
-def test_training_equals_algorithm_1():
+@pytest.mark.parametrize("freeze_epoch", [None, 2, 5])
+def test_training_equals_algorithm_1(freeze_epoch):
     generator = np.random.default_rng(0)
     data = [tensor.numpy() for tensor in dataset().tensors]
     x, y = data[0].astype("float64"), data[1]
@@ -30,6 +31,7 @@ def test_training_equals_algorithm_1():
         temperature=3.0,
         decay=0.9,
         start_epoch=3,
+        freeze_epoch=freeze_epoch,
     )
     model = nn.Linear(FEATURES, CLASSES, bias=False).double()
     model.weight.data.copy_(torch.from_numpy(weight.T))
@@ -42,6 +44,7 @@ def test_training_equals_algorithm_1():
         start_epoch=3,
         warmup=False,
         match="none",
+        freeze_epoch=freeze_epoch,
     )
     steps = iter(expected)
     for epoch, batches in enumerate(epochs):
@@ -215,6 +218,30 @@ def test_an_interval_goes_on_where_it_was():
     assert mesa(model(x), x) == again(model(x), x) > 0
 
 
+def test_a_frozen_teacher_counts_and_stays_also_after_a_resume():
+    model, mesa, x = moved_model()
+    mesa.freeze_epoch, mesa.interval = 2, 2
+    mesa.update(model)
+    mesa.set_epoch(2)
+    before = mesa.teacher(x)
+    again = MESA(model, start_epoch=1, freeze_epoch=2, interval=2)
+    again.load_state_dict(mesa.state_dict())  # and no set_epoch
+    for one in (mesa, again):
+        assert one.teacher.frozen and not one.pulls
+        one.update(model)
+        assert one.pulls and one.teacher.updates == 2
+        assert torch.equal(one.teacher(x), before)
+    assert not torch.equal(before, model(x))
+    mesa.load_state_dict(MESA(model).state_dict())
+    assert not mesa.teacher.frozen, "that state is of before the first epoch"
+
+
+@pytest.mark.parametrize("freeze_epoch", [0, -1, True, 2.0, "2"])
+def test_a_teacher_is_frozen_in_an_epoch(freeze_epoch):
+    with pytest.raises(ValueError, match="freeze_epoch must be a whole number from 1, got"):
+        MESA(nn.Linear(2, 2), freeze_epoch=freeze_epoch)
+
+
 @pytest.mark.parametrize("interval", [0, -1, True])
 def test_an_interval_is_a_number_of_steps(interval):
     with pytest.raises(ValueError, match="interval must be a whole number of at least 1, got"):
@@ -322,7 +349,7 @@ def test_the_teacher_averages_as_it_is_told(deviations):
 
 def test_it_says_what_it_does_to_the_teachers_outputs():
     _, mesa, _ = model_and_another_teacher(match="spread", interval=2)
-    assert "batch_statistics=False, match='spread', interval=2" in repr(mesa)
+    assert "batch_statistics=False, match='spread', freeze_epoch=None, interval=2" in repr(mesa)
 
 
 @pytest.mark.parametrize("match", MATCHES)

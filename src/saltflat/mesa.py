@@ -47,6 +47,9 @@ class MESA(TrajectoryTerm):
             so that they are as near to the model's as a multiple of at least 0 can be; at a high
             temperature little then pulls along the teacher's outputs, and the less these agree with
             the model's, the more the pull is one to equal outputs.
+        freeze_epoch: The first epoch, counted from 0, in which the teacher stays as it is; None:
+            none. An average that goes on follows the model when that learns the training set by
+            heart, and has nothing to say any more; one of half-way has.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -84,6 +87,7 @@ class MESA(TrajectoryTerm):
         deviations: bool = True,
         batch_statistics: bool = False,
         match: str = "nearest",
+        freeze_epoch: int | None = None,
         interval: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -92,8 +96,11 @@ class MESA(TrajectoryTerm):
         )
         if isinstance(interval, bool) or operator.index(interval) < 1:
             raise ValueError(f"interval must be a whole number of at least 1, got {interval!r}")
+        if freeze_epoch is not None and (type(freeze_epoch) is not int or freeze_epoch < 1):
+            raise ValueError(f"freeze_epoch must be a whole number from 1, got {freeze_epoch!r}")
         if match not in _match.MATCHES:
             raise ValueError(f"match must be one of {', '.join(_match.MATCHES)}, got {match!r}")
+        self.freeze_epoch = freeze_epoch
         self.interval = interval
         self.batch_statistics = batch_statistics
         self.match = match
@@ -195,7 +202,7 @@ class MESA(TrajectoryTerm):
     def extra_repr(self) -> str:
         return (
             f"{super().extra_repr()}, batch_statistics={self.batch_statistics}, "
-            f"match={self.match!r}, interval={self.interval}"
+            f"match={self.match!r}, freeze_epoch={self.freeze_epoch}, interval={self.interval}"
         )
 
     def _drop(self) -> None:
@@ -221,6 +228,11 @@ class MESA(TrajectoryTerm):
                 "optimizer.step()",
                 stacklevel=2,
             )
+
+    def _begin(self, epoch: int | None) -> None:
+        super()._begin(epoch)
+        end = self.freeze_epoch
+        self.teacher.frozen = epoch is not None and end is not None and epoch >= end
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""

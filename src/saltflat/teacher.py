@@ -94,6 +94,8 @@ class EMATeacher(nn.Module):
         self.decay = decay
         self.warmup = warmup
         self._deviations = deviations
+        self.frozen = False
+        """Whether `update` counts, and leaves the average as it is."""
         self.updates = 0
         self._group = Group(process_group)
         self._alike = False
@@ -177,6 +179,16 @@ class EMATeacher(nn.Module):
             plan = self._plan = Plan(
                 self.module, self.precise, which, model, deviations=self._deviations
             )
+        if not self.frozen:
+            self._average(plan)
+        elif not _capture.capturing():
+            self.before_replay()
+        if several and not (self.frozen and self._alike):
+            take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
+            self._alike = True
+            self._outdate()
+
+    def _average(self, plan: Plan) -> None:
         averages, live = plan.averaged()
         if averages:
             known = None
@@ -186,9 +198,6 @@ class EMATeacher(nn.Module):
                 self.before_replay()
             plan.average(averages, live, known)
         plan.copy()
-        if several:
-            take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
-            self._alike = True
         self._outdate()
 
     def _count_as_first_rank(self) -> None:
@@ -209,9 +218,10 @@ class EMATeacher(nn.Module):
         """
         if self._plan is None:
             raise RuntimeError("update the teacher once before its update is captured or replayed")
-        self._plan.weight.fill_(1 - self.next_decay())
+        if not self.frozen:
+            self._plan.weight.fill_(1 - self.next_decay())
+            self._outdate()
         self.updates += 1
-        self._outdate()
 
     def next_decay(self) -> float:
         """The decay of the next update."""

@@ -68,6 +68,17 @@ def test_mesas_ways_to_see_a_batch_are_recorded(compiled, images, tmp_path, capf
     check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
 
 
+def test_a_frozen_teacher_is_recorded(images, tmp_path, capfd):
+    settings = {"start_epoch": 1, "freeze_epoch": 2, "decay": 0.9}
+    one = dataclasses.replace(config(images, "mesa"), method=MethodConfig("mesa", settings))
+    fit(one, tmp_path / "recorded")
+    assert "one operation at a time" not in capfd.readouterr().err
+    fit(dataclasses.replace(one, fast=False), tmp_path / "plain")
+    check_same(tmp_path / "recorded", tmp_path / "plain", rel=0.02)
+    *_, before, last = (row["teacher_accuracy"] for row in read_metrics(tmp_path / "recorded"))
+    assert before == last
+
+
 @pytest.mark.parametrize("method", ["saf", "mesa"])
 def test_a_run_that_was_stopped_goes_on(method, images, tmp_path):
     one = config(images, method)

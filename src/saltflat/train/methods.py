@@ -61,10 +61,11 @@ class Training:
         if self.teacher is not None:
             self.teacher.update(model)
 
-    def kind(self) -> tuple[bool, bool]:
-        """Whether the step has the term and climbs: what Python does depends on these."""
+    def kind(self) -> tuple[bool, ...]:
+        """Whether the step has the term, climbs and averages: Python's part depends on these."""
         pulls = self.term is not None and self.term.pulls
-        return pulls, isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
+        climbs = isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
+        return pulls, climbs, self.teacher is not None and not self.teacher.frozen
 
     def before_replay(self) -> None:
         """Count a step that a recording is about to repeat."""

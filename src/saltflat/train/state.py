@@ -177,9 +177,13 @@ def build(
     optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
     setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     settings = {**method.settings(), **config.method.settings}
-    limits = {"lag": "compares with {} epochs ago", "start_epoch": "starts in epoch {}"}
+    limits = {
+        "lag": "compares with {} epochs ago",
+        "start_epoch": "starts in epoch {}",
+        "freeze_epoch": "freezes its teacher in epoch {}",
+    }
     for name, meaning in limits.items():
-        if settings.get(name, 0) >= config.epochs:
+        if (settings.get(name) or 0) >= config.epochs:
             raise ValueError(
                 f"{config.method.name} {meaning.format(settings[name])}, and the run has "
                 f"{config.epochs}, counted from 0: set method.settings.{name}"
