@@ -94,13 +94,17 @@ STUDIES = {
         (
             f"{RESNET}_base",
             *_changes(
-                f"{RESNET}_mesa {_NEAREST} method.deviations=true method.freeze_epoch=100",
+                f"{RESNET}_mesa {_NEAREST} method.deviations=true",
                 [
                     _HALF,
-                    *(f"{_HALF} method.weight={weight}" for weight in (0.3, 2.0)),
-                    *(f"{_HALF} {change}" for change in (_LONG, _UNMATCHED)),
+                    "method.freeze_epoch=100",
+                    f"{_VIEW} method.freeze_epoch=100",
+                    *(f"method.freeze_epoch={e} method.start_epoch={e}" for e in (100, 60)),
+                    *(f"method.freeze_epoch=100 {_HALF} method.weight={w}" for w in (0.3, 2.0)),
+                    f"method.freeze_epoch=100 {_HALF} {_LONG}",
                 ],
             ),
+            f"{RESNET}_mesa method.deviations=true method.freeze_epoch=100 {_HALF}",
         ),
     ),
     "shrinking": Study(
@@ -240,6 +244,7 @@ STUDIES = {
             *(f"{_DECAYED} method={name}" for name in ("saf", "label_smoothing")),
             f"{_DECAYED} method=ema method.decay=0.9995",
             f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}",
+            *_changes(f"{_DECAYED} method=mesa method.decay=0.9995", [_HALF]),
             *_changes(
                 _FROZEN,
                 [

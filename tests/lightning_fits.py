@@ -63,7 +63,7 @@ class ResumableLoader(DataLoader):
                 yield batch
 
     def state_dict(self):
-        return {"done": self.done}
+        return {"done": self.done % len(self)}
 
     def load_state_dict(self, state):
         self.start = state["done"]

@@ -116,17 +116,18 @@ def test_a_fit_that_is_resumed_equals_one_straight_through(method, tmp_path):
 
 
 @both
-def test_a_fit_that_is_resumed_in_the_middle_of_an_epoch(method, tmp_path):
+@pytest.mark.parametrize("steps", [5, 6])  # of three an epoch
+def test_a_fit_that_is_resumed_after_any_step(method, steps, tmp_path):
     indexed = method == "saf"
     straight, whole = Module(), callback(method)
     fit(straight, [whole], loader(indexed, cls=ResumableLoader))
-    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=steps, save_top_k=-1)
     first = Module()
     fit(first, [callback(method), saver], loader(indexed, cls=ResumableLoader), epochs=2)
     second, resumed = Module(), callback(method)
-    path = tmp_path / "epoch=1-step=5.ckpt"  # of three steps an epoch
+    path = tmp_path / f"epoch=1-step={steps}.ckpt"
     fit(second, [resumed], loader(indexed, cls=ResumableLoader), ckpt_path=path)
-    assert same(first.losses[:5] + second.losses, straight.losses)
+    assert same(first.losses[:steps] + second.losses, straight.losses)
     assert nets_are_equal(second, straight)
     assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
 

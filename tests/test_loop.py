@@ -311,6 +311,12 @@ def test_mesas_teacher_sees_mixed_images_and_half_precision(tmp_path, monkeypatc
             replace(of("mesa"), method=MethodConfig("mesa", {"start_epoch": 1, "freeze_epoch": 5})),
             "mesa freezes its teacher in epoch 5, and the run has 5",
         ),
+        (
+            replace(
+                of("mesa"), method=MethodConfig("mesa", {"start_epoch": 1, "freeze_epoch": "half"})
+            ),
+            "freeze_epoch must be a whole number from 1, got 'half'",
+        ),
         (replace(SMALL, optimizer=OptimizerConfig(warmup_epochs=9)), "leaves nothing of 5"),
         (replace(SMALL, method=MethodConfig("safe")), "did you mean 'saf'"),
         (

@@ -236,6 +236,21 @@ def test_a_frozen_teacher_counts_and_stays_also_after_a_resume():
     assert not mesa.teacher.frozen, "that state is of before the first epoch"
 
 
+def test_a_teacher_may_be_frozen_by_hand():
+    model, mesa, x = moved_model()
+    mesa.update(model)
+    mesa.teacher.frozen = True
+    before = mesa.teacher(x)
+    mesa.set_epoch(2)
+    mesa.update(model)
+    assert torch.equal(mesa.teacher(x), before)
+
+
+def test_one_word_if_a_teacher_is_frozen_as_it_was_made():
+    with pytest.warns(UserWarning, match="the teacher still is the initial model"):
+        MESA(network(), freeze_epoch=3).set_epoch(3)
+
+
 @pytest.mark.parametrize("freeze_epoch", [0, -1, True, 2.0, "2"])
 def test_a_teacher_is_frozen_in_an_epoch(freeze_epoch):
     with pytest.raises(ValueError, match="freeze_epoch must be a whole number from 1, got"):

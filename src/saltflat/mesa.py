@@ -48,8 +48,8 @@ class MESA(TrajectoryTerm):
             temperature little then pulls along the teacher's outputs, and the less these agree with
             the model's, the more the pull is one to equal outputs.
         freeze_epoch: The first epoch, counted from 0, in which the teacher stays as it is; None:
-            none. An average that goes on follows the model when that learns the training set by
-            heart, and has nothing to say any more; one of half-way has.
+            none. An average that goes on learns the training set by heart with the model; one of
+            half of the training has not.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
@@ -222,7 +222,8 @@ class MESA(TrajectoryTerm):
         """Say which epoch begins; a whole epoch without `update` is worth a warning."""
         previous = self.epoch
         super().set_epoch(epoch)
-        if previous is not None and epoch > previous and not self.teacher.updates:
+        later = self.teacher.frozen or (previous is not None and epoch > previous)
+        if later and not self.teacher.updates:
             warnings.warn(
                 "the teacher still is the initial model: call mesa.update(model) after every "
                 "optimizer.step()",
@@ -231,8 +232,8 @@ class MESA(TrajectoryTerm):
 
     def _begin(self, epoch: int | None) -> None:
         super()._begin(epoch)
-        end = self.freeze_epoch
-        self.teacher.frozen = epoch is not None and end is not None and epoch >= end
+        if self.freeze_epoch is not None:
+            self.teacher.frozen = epoch is not None and epoch >= self.freeze_epoch
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every optimizer step."""

@@ -95,7 +95,7 @@ class EMATeacher(nn.Module):
         self.warmup = warmup
         self._deviations = deviations
         self.frozen = False
-        """Whether `update` counts, and leaves the average as it is."""
+        """Whether `update` counts, and leaves the average as it is; no part of the state."""
         self.updates = 0
         self._group = Group(process_group)
         self._alike = False
@@ -214,7 +214,8 @@ class EMATeacher(nn.Module):
         """Count an update that a CUDA graph is about to repeat, and set its decay.
 
         A captured `update` cannot count, nor know how far the warm-up is. Update at least once
-        before the capture, and call this before each replay.
+        before the capture, and call this before each replay. An update of a frozen teacher is
+        another one, and has a capture of its own.
         """
         if self._plan is None:
             raise RuntimeError("update the teacher once before its update is captured or replayed")

@@ -6,9 +6,9 @@ step, from the crop to the moving average, is captured in a CUDA graph and repla
 
 Python decides nothing in a replayed step. What changes from one to the next is read from tensors:
 the place in the epoch, the learning rate, the teacher's decay. Steps in which Python would do
-something else (before and after `start_epoch`; where LookSAM climbs, and between) are of different
-kinds and have a graph each. The first steps of a kind are taken one operation at a time, because
-much is compiled, tuned or allocated when it is first used.
+something else (before and after `start_epoch` and `freeze_epoch`; where LookSAM climbs, and
+between) are of different kinds and have a graph each. The first steps of a kind are taken one
+operation at a time, because much is compiled, tuned or allocated when it is first used.
 """
 
 from __future__ import annotations

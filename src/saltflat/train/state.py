@@ -183,9 +183,10 @@ def build(
         "freeze_epoch": "freezes its teacher in epoch {}",
     }
     for name, meaning in limits.items():
-        if (settings.get(name) or 0) >= config.epochs:
+        value = settings.get(name)  # of whatever kind: the method will say
+        if isinstance(value, int) and value >= config.epochs:
             raise ValueError(
-                f"{config.method.name} {meaning.format(settings[name])}, and the run has "
+                f"{config.method.name} {meaning.format(value)}, and the run has "
                 f"{config.epochs}, counted from 0: set method.settings.{name}"
             )
     if config.optimizer.warmup_epochs >= config.epochs:
