@@ -207,6 +207,12 @@ STUDIES = {
                 ],
             ),
             f"{_SMALL} {_VIEW} {_SPREAD}",
+            *_changes(
+                "cifar10_small method=mesa method.decay=0.9937 method.freeze_epoch=50",
+                ["method.start_epoch=50"],
+            ),
+            "cifar10_small method=mesa method.decay=0.9937 method.freeze_epoch=30 "
+            "method.start_epoch=30",
         ),
     ),
     "small_decayed": Study(
@@ -250,15 +256,17 @@ STUDIES = {
                 [
                     _UNMATCHED,
                     f"method.weight=0.3 {_UNMATCHED}",
+                    "method.weight=2.0",
                     _HALF,
                     *(f"{_HALF} {change}" for change in (_UNMATCHED, "method.weight=0.3")),
                     f"{_HALF} method.weight=2.0",
                 ],
             ),
             f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100 {_HALF}",
+            f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=60 "
+            "method.start_epoch=60",
             *_changes(
-                f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=140",
-                [_UNMATCHED, "method.start_epoch=140"],
+                f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=140", [_UNMATCHED]
             ),
         ),
     ),
