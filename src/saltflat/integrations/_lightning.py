@@ -67,9 +67,7 @@ class TermCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.term is not None
-        # No on_train_epoch_start follows in mid-epoch, nor after a checkpoint of the last step of
-        # an epoch, of which the fit goes on in the next.
-        if self.term.epoch is None or self.term.epoch < trainer.current_epoch:
+        if (self.term.epoch or 0) <= trainer.current_epoch:  # resumed, an epoch may have no start
             self.term.set_epoch(trainer.current_epoch)
         _warn_if_in_vain(self.term, trainer, type(self).__name__)
 
