@@ -36,7 +36,7 @@ _VARIANCES = "method.deviations=false"
 _SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
-_FROZEN = f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=100"
+_AVERAGED = f"{_DECAYED} method=mesa method.decay=0.9995"
 _HALF = "method.start_epoch=100"
 _SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
@@ -237,10 +237,7 @@ STUDIES = {
                     f"{_NEAREST} method.weight=0.3",
                 )
             ),
-            *(
-                f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}{weight}"
-                for weight in ("", " method.weight=0.3")
-            ),
+            *(f"{_AVERAGED} {_VIEW} {_NEAREST}{weight}" for weight in ("", " method.weight=0.3")),
         ),
     ),
     "frozen": Study(
@@ -249,10 +246,10 @@ STUDIES = {
             _DECAYED,
             *(f"{_DECAYED} method={name}" for name in ("saf", "label_smoothing")),
             f"{_DECAYED} method=ema method.decay=0.9995",
-            f"{_DECAYED} method=mesa method.decay=0.9995 {_VIEW} {_NEAREST}",
-            *_changes(f"{_DECAYED} method=mesa method.decay=0.9995", [_HALF]),
+            f"{_AVERAGED} {_VIEW} {_NEAREST}",
+            *_changes(_AVERAGED, [_HALF]),
             *_changes(
-                _FROZEN,
+                f"{_AVERAGED} method.freeze_epoch=100",
                 [
                     _UNMATCHED,
                     f"method.weight=0.3 {_UNMATCHED}",
@@ -263,11 +260,8 @@ STUDIES = {
                 ],
             ),
             f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100 {_HALF}",
-            f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=60 "
-            "method.start_epoch=60",
-            *_changes(
-                f"{_DECAYED} method=mesa method.decay=0.9995 method.freeze_epoch=140", [_UNMATCHED]
-            ),
+            f"{_AVERAGED} method.freeze_epoch=60 method.start_epoch=60",
+            *_changes(f"{_AVERAGED} method.freeze_epoch=140", [_UNMATCHED]),
         ),
     ),
     "small_400": Study(
