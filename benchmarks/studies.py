@@ -251,7 +251,7 @@ STUDIES = {
             *_changes(
                 f"{_AVERAGED} method.freeze_epoch=100",
                 [
-                    _UNMATCHED,
+                    *(_VIEW, _UNMATCHED),
                     f"method.weight=0.3 {_UNMATCHED}",
                     "method.weight=2.0",
                     _HALF,
