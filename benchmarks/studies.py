@@ -38,6 +38,10 @@ _SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
 _AVERAGED = f"{_DECAYED} method=mesa method.decay=0.9995"
 _HALF = "method.start_epoch=100"
+_FROZEN = f"{RESNET}_mesa_frozen"
+"""Another view, the nearest multiple, deviations, and a teacher that stops in epoch 100."""
+_TWICE = "optimizer.weight_decay=0.001"
+"""Twice the paper's for ResNet-18, as the commands of the same authors' ESAM have it."""
 _SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
@@ -58,9 +62,9 @@ _DIGITS = (
 )
 STUDIES = {
     "table": Study(
-        "CIFAR-100, ResNet-18, 200 epochs, the paper's settings, and the controls",
+        "CIFAR-100, ResNet-18, 200 epochs: the paper's settings, MESA's of ours, and the controls",
         (
-            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa", "mesa_frozen")),
             *(
                 f"{RESNET}_base method={name}"
                 for name in ("label_smoothing", f"ema {_VARIANCES}", "saf_shuffled", "saf_uniform")
@@ -98,13 +102,10 @@ STUDIES = {
                 [
                     _HALF,
                     "method.freeze_epoch=100",
-                    f"{_VIEW} method.freeze_epoch=100",
-                    *(f"method.freeze_epoch={e} method.start_epoch={e}" for e in (100, 60)),
-                    *(f"method.freeze_epoch=100 {_HALF} method.weight={w}" for w in (0.3, 2.0)),
-                    f"method.freeze_epoch=100 {_HALF} {_LONG}",
+                    f"method.freeze_epoch=100 {_HALF}",
                 ],
             ),
-            f"{RESNET}_mesa method.deviations=true method.freeze_epoch=100 {_HALF}",
+            *_changes(_FROZEN, ["method.weight=0.3", "method.freeze_epoch=140"]),
         ),
     ),
     "shrinking": Study(
@@ -126,9 +127,19 @@ STUDIES = {
         _changes(
             f"{RESNET}_base",
             [
-                *("data.cutout=16", "optimizer.nesterov=true", "optimizer.decay_vectors=false"),
-                *("initialization=torch", "method=label_smoothing", "precision=float32"),
+                *(_TWICE, "data.cutout=16", "optimizer.nesterov=true"),
+                *("optimizer.decay_vectors=false", "initialization=torch"),
+                *("method=label_smoothing", "precision=float32"),
             ],
+        ),
+    ),
+    "decayed": Study(
+        "With twice the weight decay: CIFAR-100, ResNet-18, 200 epochs",
+        (
+            *(f"{RESNET}_{method} {_TWICE}" for method in ("base", "sam", "saf")),
+            f"{_FROZEN} {_TWICE}",
+            f"{RESNET}_base {_TWICE} method=label_smoothing",
+            *(f"{RESNET}_{method} {_TWICE} data.cutout=16" for method in ("base", "sam", "saf")),
         ),
     ),
     "cutout": Study(

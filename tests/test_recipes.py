@@ -17,7 +17,7 @@ from saltflat.train.methods import check_method
 from saltflat.train.models import build_model
 
 RECIPES = {p.stem: p for p in (Path(__file__).parent.parent / "recipes").iterdir()}
-DEMO, SMALL = "digits_noisy", "cifar10_small"
+DEMO, SMALL, FROZEN = "digits_noisy", "cifar10_small", "cifar100_resnet18_mesa_frozen"
 
 METHODS = {"base", "sam", "asam", "gsam", "esam", "looksam", "msam", "saf", "mesa"} | {
     "label_smoothing",
@@ -95,24 +95,19 @@ def config(name):
     return built(Config(), load(name))
 
 
-def test_there_is_a_recipe_for_each_cell_of_the_tables_and_two_others():
-    assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL}
+def test_there_is_a_recipe_for_each_cell_of_the_tables_and_three_others():
+    assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL, FROZEN}
     assert {path.suffix for path in RECIPES.values()} == {".yaml"}
-    assert len(RECIPES) == 32 + 23 + 2
+    assert len(RECIPES) == 32 + 23 + 3
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_recipe_holds_only_what_differs_from_the_defaults(name):
     method = config(name).method
     assert method.name in METHODS
-    if not method.settings:
-        return
-    parameters = inspect.signature(SIGNATURES[method.name]).parameters
+    defaults = check_method(method).settings()  # which also says that their kinds are right
     for key, value in method.settings.items():
-        default = parameters[key].default
-        assert default is not inspect.Parameter.empty
-        assert value != default, f"{key}: {value} is the default"
-        assert type(value) is type(default), f"{key}: {value!r}"
+        assert value != defaults[key], f"{key}: {value} is the default"
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))
@@ -198,6 +193,15 @@ def test_the_small_one_trains_and_tests_on_training_images():
     text = RECIPES[SMALL].read_text()
     assert text.startswith("# for a CPU: 2,000 images of CIFAR-10's training set")
     assert "paper" not in text
+
+
+def test_mesas_own_is_the_papers_training_with_settings_of_ours():
+    recipe, theirs = load(FROZEN), load("cifar100_resnet18_mesa")
+    ours = recipe.pop("method")["settings"]
+    assert ours == {"another_view": True, "freeze_epoch": recipe["epochs"] // 2}
+    assert theirs.pop("method")["settings"].keys().isdisjoint(ours)
+    assert recipe == theirs
+    assert "paper" not in RECIPES[FROZEN].read_text()
 
 
 def test_every_recipe_names_a_model_and_a_method_that_can_be_built():
