@@ -11,8 +11,8 @@ What there is to run is in studies.py. Some runs are trained at once on a GPU.
 
 `train` leaves ordinary runs, which `saltflat report` reads. `keep` copies their figures, every
 fifth epoch of them, to `results/accuracy`; `unpack` makes runs of these again, for `saltflat
-report`; `tables` prints what is there, as docs/results.md has it, and `less` the difference between
-two of its rows, paired by seed, with `--teachers` that of the averages.
+report`; `tables` prints what is there, as docs/results*.md have it, and `less` the difference
+between two of its rows, paired by seed, with `--teachers` that of the averages.
 """
 
 from __future__ import annotations

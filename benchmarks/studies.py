@@ -1,4 +1,4 @@
-"""What is trained for docs/results.md: for each table a list of runs, to compare with the first.
+"""What is trained for docs/results*.md: for each table a list of runs, to compare with the first.
 
 A run is a recipe's name and the options that differ from it.
 """
