@@ -105,7 +105,10 @@ STUDIES = {
                     f"method.freeze_epoch=100 {_HALF}",
                 ],
             ),
-            *_changes(_FROZEN, ["method.weight=0.3", "method.freeze_epoch=140"]),
+            *_changes(
+                _FROZEN,
+                ["method.freeze_epoch=null", "method.freeze_epoch=140", "method.weight=0.3"],
+            ),
         ),
     ),
     "shrinking": Study(

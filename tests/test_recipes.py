@@ -105,9 +105,11 @@ def test_there_is_a_recipe_for_each_cell_of_the_tables_and_three_others():
 def test_a_recipe_holds_only_what_differs_from_the_defaults(name):
     method = config(name).method
     assert method.name in METHODS
-    defaults = check_method(method).settings()  # which also says that their kinds are right
+    defaults = check_method(method).settings()
     for key, value in method.settings.items():
-        assert value != defaults[key], f"{key}: {value} is the default"
+        default = defaults[key]
+        assert value != default, f"{key}: {value} is the default"
+        assert type(value) is (int if default is None else type(default)), f"{key}: {value!r}"
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))
