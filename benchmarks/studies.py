@@ -41,7 +41,7 @@ _HALF = "method.start_epoch=100"
 _FROZEN = f"{RESNET}_mesa_frozen"
 """Another view, the nearest multiple, deviations, and a teacher that stops in epoch 100."""
 _TWICE = "optimizer.weight_decay=0.001"
-"""Twice the paper's for ResNet-18, as the commands of the same authors' ESAM have it."""
+"""Twice the paper's for ResNet-18, as the commands of the first author's ESAM have it."""
 _SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
@@ -62,7 +62,7 @@ _DIGITS = (
 )
 STUDIES = {
     "table": Study(
-        "CIFAR-100, ResNet-18, 200 epochs: the paper's settings, MESA's of ours, and the controls",
+        "CIFAR-100, ResNet-18, 200 epochs: the paper's settings, a frozen MESA, and controls",
         (
             *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa", "mesa_frozen")),
             *(
