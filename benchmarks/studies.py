@@ -275,7 +275,13 @@ STUDIES = {
             ),
             f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100 {_HALF}",
             f"{_AVERAGED} method.freeze_epoch=60 method.start_epoch=60",
-            *_changes(f"{_AVERAGED} method.freeze_epoch=140", [_UNMATCHED]),
+            *_changes(f"{_AVERAGED} method.freeze_epoch=140", [_VIEW, _UNMATCHED]),
+        ),
+    ),
+    "small_precision": Study(
+        "float32: 2,000 small images of CIFAR-10, 200 epochs, ten times the weight decay",
+        tuple(
+            f"{_DECAYED} {method}precision=float32" for method in ("", "method=sam ", "method=saf ")
         ),
     ),
     "small_400": Study(
