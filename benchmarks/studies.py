@@ -40,8 +40,8 @@ _AVERAGED = f"{_DECAYED} method=mesa method.decay=0.9995"
 _HALF = "method.start_epoch=100"
 _FROZEN = f"{RESNET}_mesa_frozen"
 """Another view, the nearest multiple, deviations, and a teacher that stops in epoch 100."""
-_TWICE = "optimizer.weight_decay=0.001"
-"""Twice the paper's for ResNet-18, as the commands of the first author's ESAM have it."""
+_TWICE = f"{RESNET}_decayed"
+"""Twice the paper's weight decay, as the commands of the first author's ESAM have it."""
 _SHRINKING = "cifar10_small epochs=400 optimizer.weight_decay=0.006"
 _DIGITS = (
     *("method=base", "method=sam", "method=saf"),
@@ -127,22 +127,33 @@ STUDIES = {
     ),
     "gap": Study(
         "SGD with one change: CIFAR-100, ResNet-18, 200 epochs",
-        _changes(
+        (
             f"{RESNET}_base",
-            [
-                *(_TWICE, "data.cutout=16", "optimizer.nesterov=true"),
-                *("optimizer.decay_vectors=false", "initialization=torch"),
-                *("method=label_smoothing", "precision=float32"),
-            ],
+            _TWICE,
+            *(
+                f"{RESNET}_base {change}"
+                for change in (
+                    *("data.cutout=16", "optimizer.nesterov=true"),
+                    *("optimizer.decay_vectors=false", "initialization=torch"),
+                    "method=label_smoothing",
+                )
+            ),
         ),
+    ),
+    "precision": Study(
+        "SGD in float32: CIFAR-100, ResNet-18, 50 epochs",
+        _changes(f"{RESNET}_base epochs=50", ["precision=float32"]),
     ),
     "decayed": Study(
         "With twice the weight decay: CIFAR-100, ResNet-18, 200 epochs",
-        (
-            *(f"{RESNET}_{method} {_TWICE}" for method in ("base", "sam", "saf")),
-            f"{_FROZEN} {_TWICE}",
-            f"{RESNET}_base {_TWICE} method=label_smoothing",
-            *(f"{RESNET}_{method} {_TWICE} data.cutout=16" for method in ("base", "sam", "saf")),
+        _changes(
+            _TWICE,
+            [
+                *("method=sam", "method=saf"),
+                f"method=mesa {_VIEW} method.freeze_epoch=100",
+                "method=label_smoothing",
+                *("data.cutout=16", "method=sam data.cutout=16", "method=saf data.cutout=16"),
+            ],
         ),
     ),
     "cutout": Study(
@@ -282,6 +293,17 @@ STUDIES = {
         "float32: 2,000 small images of CIFAR-10, 200 epochs, ten times the weight decay",
         tuple(
             f"{_DECAYED} {method}precision=float32" for method in ("", "method=sam ", "method=saf ")
+        ),
+    ),
+    "small_paper": Study(
+        "As in the paper: 2,000 small images of CIFAR-10, 200 epochs, ten times the weight decay",
+        (
+            *(_DECAYED, f"{_DECAYED} method=saf"),
+            f"{_DECAYED} method=saf method.tau_squared=false",
+            *_changes(
+                f"{_DECAYED} method=mesa {_VARIANCES} method.decay=0.9937 {_UNMATCHED}",
+                ["method.warmup=false", "method.tau_squared=false method.warmup=false"],
+            ),
         ),
     ),
     "small_400": Study(

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -18,6 +18,7 @@ from saltflat.train.models import build_model
 
 RECIPES = {p.stem: p for p in (Path(__file__).parent.parent / "recipes").iterdir()}
 DEMO, SMALL, FROZEN = "digits_noisy", "cifar10_small", "cifar100_resnet18_mesa_frozen"
+DECAYED = "cifar100_resnet18_decayed"
 
 METHODS = {"base", "sam", "asam", "gsam", "esam", "looksam", "msam", "saf", "mesa"} | {
     "label_smoothing",
@@ -96,7 +97,7 @@ def config(name):
 
 
 def test_there_is_a_recipe_for_each_cell_of_the_tables_and_three_others():
-    assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL, FROZEN}
+    assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL, FROZEN, DECAYED}
     assert {path.suffix for path in RECIPES.values()} == {".yaml"}
     assert len(RECIPES) == 32 + 23 + 3
 
@@ -204,6 +205,13 @@ def test_mesas_own_is_the_papers_training_with_settings_of_ours():
     assert theirs.pop("method")["settings"].keys().isdisjoint(ours)
     assert recipe == theirs
     assert "paper" not in RECIPES[FROZEN].read_text()
+
+
+def test_the_decayed_one_is_the_papers_sgd_with_twice_the_weight_decay():
+    recipe, theirs = config(DECAYED), config("cifar100_resnet18_base")
+    twice = 2 * theirs.optimizer.weight_decay
+    assert recipe == replace(theirs, optimizer=replace(theirs.optimizer, weight_decay=twice))
+    assert "# paper:" not in RECIPES[DECAYED].read_text()
 
 
 def test_every_recipe_names_a_model_and_a_method_that_can_be_built():
