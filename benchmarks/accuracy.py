@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,11 +31,12 @@ from record import RESULTS
 from studies import STUDIES, Study
 
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
+from saltflat.train.config import nearest, require
 from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, read_config
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Run
-from saltflat.train.methods import METHODS
+from saltflat.train.methods import METHODS, check_kind, check_method
 from saltflat.train.provenance import train_command, without_folders
 from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
@@ -44,32 +46,62 @@ KEPT = RESULTS / "accuracy"
 EVERY = 5
 FAST: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": True}
 """How runs are made on a GPU, unless an option says otherwise."""
+SECTIONS: dict[str, Any] = {"data": DataConfig, "optimizer": OptimizerConfig}
+DECIDED = {"seed", "track_sharpness", "checkpoint_every", "evaluate_every"}
+"""What is not for a run's line to say."""
+OPTIONS: dict[str, Any] = {
+    ".".join([*section, name]): value
+    for section, config in [((), Config()), *(((name,), kind()) for name, kind in SECTIONS.items())]
+    for name, value in dataclasses.asdict(config).items()
+    if name not in DECIDED and not isinstance(value, dict)
+}
+"""What it may say beside the method, and the defaults."""
 
 
 def config_of(line: str, seed: int, data: str | None = None) -> Config:
-    """A run: a recipe's name, and options as data.cutout=16, method=ema or method.weight=0.3."""
+    """A run: a recipe's name, and options as data.cutout=16, method=ema or method.weight=0.3.
+
+    Raises:
+        ValueError: If there is no such recipe or option, or a value is none for it.
+    """
     recipe, *options = line.split()
-    values: dict[str, Any] = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
+    require(
+        recipe in recipes, f"no study or recipe {recipe!r}: {nearest(recipe, [*STUDIES, *recipes])}"
+    )
+    values: dict[str, Any] = yaml.safe_load(recipes[recipe].read_text())
     values = {**(FAST if torch.cuda.is_available() else {}), **values, "seed": seed}
-    method = values.setdefault("method", {"name": "base"})
-    for option in options:
-        key, text = option.split("=")
-        value, (section, _, name) = yaml.safe_load(text), key.partition(".")
+    method = {"name": "base", "settings": {}, **values.pop("method", {})}
+    for at, option in enumerate(options):
+        key, _, text = option.partition("=")
+        require(text != "", f"{option!r} is not name=value")
+        value, (section, _, name) = _value(text), key.rpartition(".")
         if key == "method":
-            method |= {"name": value, "settings": {}}
+            before = [given for given in options[:at] if given.startswith("method.")]
+            require(not before, f"{before} come after {option!r}, whose settings they are")
+            method = {"name": value, "settings": {}}
         elif section == "method":
-            method.setdefault("settings", {})[name] = value
-        elif name:
-            values.setdefault(section, {})[name] = value
+            method["settings"][name] = value
         else:
-            values[key] = value
+            require(key in OPTIONS, f"no option {key!r}: {nearest(key, [*OPTIONS, 'method'])}")
+            check_kind(section or "a run", name, value, OPTIONS[key])
+            (values.setdefault(section, {}) if section else values)[name] = value
     if data is not None:
         values["data"]["name"] = data
-    kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "method": MethodConfig}
-    parts = {name: kinds[name](**values.pop(name, {})) for name in kinds}
-    config = Config(**parts, **values, track_sharpness=10)
+    parts = {name: kind(**values.pop(name, {})) for name, kind in SECTIONS.items()}
+    config = Config(**parts, **values, method=MethodConfig(**method), track_sharpness=10)
+    check_method(config.method)
     tests = EVERY * max(1, config.epochs // 200) if config.epochs > 50 else 1
     return dataclasses.replace(config, checkpoint_every=config.epochs, evaluate_every=tests)
+
+
+def _value(text: str) -> Any:
+    """As in YAML; 1e-3, which YAML takes for a word, is a number."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def folder_of(line: str) -> str:
@@ -96,6 +128,8 @@ def train(args: argparse.Namespace) -> None:
     lines = [
         line for name in args.runs for line in (STUDIES[name].lines if name in STUDIES else [name])
     ]
+    require(args.seeds >= 1, f"--seeds must be at least 1, got {args.seeds}")
+    require(args.first >= 0, f"--first must be 0 or more, got {args.first}")
     # Seed by seed, so that whenever it is stopped there are pairs.
     runs = [
         (config_of(line, seed, args.data), args.out / folder_of(line) / f"seed{seed}")
@@ -106,13 +140,19 @@ def train(args: argparse.Namespace) -> None:
 
 
 def keep(args: argparse.Namespace) -> None:
+    folders = sorted({result.parent.parent for result in args.runs.glob(f"*/*/{RESULT}")})
+    require(bool(folders), f"no complete run in {args.runs}: name a folder that `train` wrote")
     args.out.mkdir(parents=True, exist_ok=True)
-    for folder in sorted({result.parent.parent for result in args.runs.glob(f"*/*/{RESULT}")}):
+    for folder in folders:
         file = args.out / f"{folder.name}.json"
         known = read_json(file) if file.exists() else {}
         for result in folder.glob(f"*/{RESULT}"):
-            rows = [row for row in read_metrics(result.parent) if (row["epoch"] + 1) % EVERY == 0]
             config = in_full(read_config(result.parent))
+            rows = [
+                row
+                for row in read_metrics(result.parent)
+                if (row["epoch"] + 1) % EVERY == 0 or row["epoch"] + 1 == config.epochs
+            ]
             known[result.parent.name] = {
                 "config": dataclasses.asdict(config),
                 "result": {**read_json(result), "command": train_command(config)},
@@ -131,7 +171,7 @@ def in_full(config: Config) -> Config:
 
 
 def unpack(args: argparse.Namespace) -> None:
-    for file in sorted(args.kept.glob("*.json")):
+    for file in kept_files(args.kept):
         for seed, run in read_json(file).items():
             folder = args.out / file.stem / seed
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +180,19 @@ def unpack(args: argparse.Namespace) -> None:
             write_metrics(folder, run["metrics"])
 
 
+def kept_files(kept: Path) -> list[Path]:
+    """What `keep` wrote, a file for each row."""
+    files = sorted(kept.glob("*.json"))
+    require(bool(files), f"nothing is kept in {kept}: `keep` runs there")
+    return files
+
+
 def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def tables(args: argparse.Namespace) -> None:
+    kept_files(args.kept)
     for study in STUDIES.values():
         if text := table(study, args.kept):
             print(f"{study.title}\n\n{text}\n")
@@ -188,6 +236,8 @@ def difference(
 
 
 def less(args: argparse.Namespace) -> None:
+    for line in (args.line, args.other):
+        require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
     found = difference(args.line, args.other, args.kept, teachers=args.teachers)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")
 
@@ -230,7 +280,7 @@ def main(words: list[str] | None = None) -> None:
     one = commands.add_parser("train")
     one.set_defaults(run=train)
     one.add_argument("runs", nargs="+", help=f"A study ({', '.join(STUDIES)}) or a run.")
-    one.add_argument("--seeds", type=int, default=3)
+    one.add_argument("--seeds", type=int, default=3, help="How many.")
     one.add_argument("--first", type=int, default=0, help="The first seed.")
     one.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1)
     one.add_argument("--data", help="An .npz of the recipes' data, instead of a download.")
@@ -253,7 +303,10 @@ def main(words: list[str] | None = None) -> None:
     one.add_argument("--teachers", action="store_true", help="Of the averages, where there are.")
     one.add_argument("--kept", type=Path, default=KEPT)
     args = parser.parse_args(words)
-    args.run(args)
+    try:
+        args.run(args)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -88,9 +88,62 @@ def test_options_of_a_run():
     assert other.method == MethodConfig("ema", {"decay": 0.9})
 
 
+def test_a_number_may_be_written_as_people_do():
+    config = accuracy.config_of("cifar100_resnet18_base optimizer.weight_decay=1e-3", 0)
+    assert config.optimizer.weight_decay == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tabel", "did you mean 'table'"),
+        ("cifar100_resnet18_bass", "did you mean 'cifar100_resnet18_base'"),
+        ("digits_noisy epochs", "'epochs' is not name=value"),
+        ("digits_noisy epochs=", "'epochs=' is not name=value"),
+        ("digits_noisy epochs=six", "epochs must be a int"),
+        ("digits_noisy data.cutot=3", "did you mean 'data.cutout'"),
+        ("digits_noisy methd=saf", "did you mean 'method'"),
+        ("digits_noisy method=safe", "did you mean 'saf'"),
+        ("digits_noisy method=saf method.wieght=3", "did you mean 'weight'"),
+        ("digits_noisy seed=4", "no option 'seed'"),
+        ("digits_noisy method.weight=3.0 method=saf", "come after 'method=saf'"),
+    ],
+)
+def test_a_line_that_cannot_be_meant_is_refused(line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        accuracy.config_of(line, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["train", "digits_noisy epochs=3", "digits_noisy epochs=3 method=saf"],
+            "starts in epoch 5",
+        ),
+        (["train", "digits_noisy", "--jobs", "0"], "at least 1 run at once"),
+        (["train", "digits_noisy", "--seeds", "0"], "--seeds must be at least 1"),
+        (["train", "digits_noisy", "--first", "-1"], "--first must be 0 or more"),
+        (["keep", "nowhere"], "no complete run in nowhere"),
+        (["unpack", "there", "--kept", "nowhere"], "nothing is kept in nowhere"),
+        (["tables", "--kept", "nowhere"], "nothing is kept in nowhere"),
+        (["less", "digits_noisy", "digits_noisy method=saf"], "nothing is kept of 'digits_noisy'"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_says_so_and_does_nothing(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        accuracy.main(words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     data = DataConfig(train_size=64, batch_size=32)
-    small = Config(data, method=MethodConfig("saf", {"start_epoch": 4}), epochs=5)
+    small = Config(data, method=MethodConfig("saf", {"start_epoch": 4}), epochs=6)
     for seed in (0, 1):
         config = dataclasses.replace(small, seed=seed)
         fit(config, tmp_path / "runs" / "digits_noisy-method_saf" / f"seed{seed}")
@@ -102,7 +155,7 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     again = read_config(back)
     assert again == dataclasses.replace(small, seed=1, method=again.method)
     assert again.method.settings == {**METHODS["saf"].settings(), "start_epoch": 4}
-    assert [row["epoch"] for row in read_metrics(back)] == [4]
+    assert [row["epoch"] for row in read_metrics(back)] == [4, 5]
     command = json.loads((back / "result.json").read_text())["command"]
     assert command == train_command(again)  # with settings that were the defaults
     assert '"lag": 3' in command

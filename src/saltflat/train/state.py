@@ -18,7 +18,7 @@ from saltflat.train.augment import RANK, stream
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data
-from saltflat.train.methods import Setting, Training, check_method
+from saltflat.train.methods import Method, Setting, Training, check_method
 from saltflat.train.models import build_model
 from saltflat.train.optim import build_optimizer, build_schedule
 from saltflat.train.parallel import check_parallel, is_sharded, spread
@@ -163,19 +163,13 @@ def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def build(
-    config: Config, data: Data, steps_per_epoch: int, ranks: Ranks = ALONE
-) -> tuple[State, torch.device]:
-    """Model, optimizer, schedule and method, all checked against each other."""
+def check_config(config: Config) -> Method:
+    """The method of a config, of which all is checked that can be without the data.
+
+    Raises:
+        ValueError: If there is no such method or setting, or it would begin after the last epoch.
+    """
     method = check_method(config.method)
-    device = device_of(config)
-    new_model = partial(fresh_model, config, data, device)
-    model = new_model()
-    if config.sync_batchnorm and ranks.several:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    reason = why_plain(config, data, device, ranks)
-    optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
-    setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     settings = {**method.settings(), **config.method.settings}
     limits = {
         "lag": "compares with {} epochs ago",
@@ -194,6 +188,22 @@ def build(
             f"a warm-up of {config.optimizer.warmup_epochs} epochs leaves nothing of "
             f"{config.epochs}"
         )
+    return method
+
+
+def build(
+    config: Config, data: Data, steps_per_epoch: int, ranks: Ranks = ALONE
+) -> tuple[State, torch.device]:
+    """Model, optimizer, schedule and method, all checked against each other."""
+    method = check_config(config)
+    device = device_of(config)
+    new_model = partial(fresh_model, config, data, device)
+    model = new_model()
+    if config.sync_batchnorm and ranks.several:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    reason = why_plain(config, data, device, ranks)
+    optimizer = build_optimizer(model, config.optimizer, recorded=reason is None)
+    setting = Setting(model, optimizer, len(data.train), data.num_classes, config.seed)
     training = method.build(setting, **config.method.settings)
     parts, clipped = config.optimizer.accumulate > 1, config.optimizer.clip_norm is not None
     if training.per_row and (parts or clipped):

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from saltflat.sam._random import RandomState, random_state, set_random_state
-from saltflat.train.config import Config
+from saltflat.train.config import Config, require
 from saltflat.train.loop import Interrupted, Run, running, stopping
 from saltflat.train.ranks import device_of
+from saltflat.train.state import check_config
 
 TURN = 16
 """Steps of a turn: enough that the others have work while one run is being evaluated."""
@@ -33,8 +34,12 @@ def fit_together(
         done: Told the folder and the figures of each run that is complete.
 
     Raises:
+        ValueError: If one of them cannot be run, as far as can be told before any is begun.
         Interrupted: If it was stopped; the runs that were under way are saved.
     """
+    require(at_once >= 1, f"at least 1 run at once, got {at_once}")
+    for config, _ in runs:
+        check_config(config)
     waiting, going = list(reversed(runs)), list[Turns]()
     stopped: Interrupted | None = None
     with stopping() as interrupted:
