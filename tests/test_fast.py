@@ -239,6 +239,16 @@ def test_runs_that_take_turns_end_as_they_would_alone(tmp_path, monkeypatch):
         assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
+def test_runs_that_take_turns_are_checked_before_the_first_begins(tmp_path):
+    late = dataclasses.replace(config("saf"), method=MethodConfig("saf", {"lag": 1, "start_epoch": 99}))
+    runs = [(config(), tmp_path / "first"), (late, tmp_path / "second")]
+    with pytest.raises(ValueError, match="starts in epoch 99"):
+        fit_together(runs, 1, lambda *_: None)
+    with pytest.raises(ValueError, match="at least 1 run at once, got 0"):
+        fit_together(runs[:1], 0, lambda *_: None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_that_take_turns_are_all_saved_when_stopped(tmp_path, monkeypatch):
     runs = [(config(seed=seed), tmp_path / f"seed{seed}") for seed in range(3)]
     monkeypatch.setattr(together, "stopping", lambda: contextlib.nullcontext(asked))

@@ -96,10 +96,10 @@ def config(name):
     return built(Config(), load(name))
 
 
-def test_there_is_a_recipe_for_each_cell_of_the_tables_and_three_others():
+def test_there_is_a_recipe_for_each_cell_of_the_tables_and_four_others():
     assert RECIPES.keys() == CELLS.keys() | {DEMO, SMALL, FROZEN, DECAYED}
     assert {path.suffix for path in RECIPES.values()} == {".yaml"}
-    assert len(RECIPES) == 32 + 23 + 3
+    assert len(RECIPES) == 32 + 23 + 4
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -52,6 +52,31 @@ def test_the_readmes_accuracies_are_the_results():
     }
 
 
+def test_the_readmes_other_accuracies_are_the_first_of_each_method_in_their_studies():
+    readme = (ROOT / "README.md").read_text().partition("## Accuracy")[2].partition("\n## ")[0]
+    heads, rows, recipe = ["base", "sam", "saf", "mesa"], {}, {}
+    for line in readme.partition("| | SGD |")[2].splitlines():
+        first, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if name := re.search(r"\(`(\w+)`\)$", first):
+            study = name[1]
+            rows[study] = {head: cell for head, cell in zip(heads, cells, strict=True) if cell}
+        elif first == "in the paper":
+            recipe |= {(study, head): cell for head, cell in zip(heads, cells, strict=True)}
+    assert rows.keys() == {"cifar10", "wrn", "decayed"}
+    for study, cells in rows.items():
+        first: dict[str, str] = {}
+        for line in STUDIES[study].lines:
+            if accuracy.judged(line):
+                first.setdefault(accuracy.config_of(line, 0).method.name, line)
+        assert cells.keys() == first.keys()
+        for method, line in first.items():
+            assert accuracy.results(line).keys() == {0}
+            assert cells[method].partition(",")[0] == f"{accuracy.judged(line)[0]:.2f}"
+    for (study, method), figure in recipe.items():
+        base = STUDIES[study].lines[0].removesuffix("base")
+        assert figure == accuracy.paper_figure(base + method)
+
+
 def test_everything_that_was_kept_is_of_a_study():
     assert KEPT.keys() <= {accuracy.folder_of(line) for line in LINES}
 
@@ -118,7 +143,7 @@ def test_a_line_that_cannot_be_meant_is_refused(line, message):
     ("words", "message"),
     [
         (
-            ["train", "digits_noisy epochs=3", "digits_noisy epochs=3 method=saf"],
+            ["train", "digits_noisy epochs=4", "digits_noisy epochs=4 method=saf"],
             "starts in epoch 5",
         ),
         (["train", "digits_noisy", "--jobs", "0"], "at least 1 run at once"),
