@@ -20,100 +20,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-import yaml
+from lines import EVERY, RECIPES, config_of, folder_of
 from record import RESULTS
 from studies import STUDIES, Study
 
-from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
-from saltflat.train.config import nearest, require
+from saltflat.train import Config
+from saltflat.train.config import require
 from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, read_config
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Run
-from saltflat.train.methods import METHODS, check_kind, check_method
+from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command, without_folders
 from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 KEPT = RESULTS / "accuracy"
-EVERY = 5
-FAST: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": True}
-"""How runs are made on a GPU, unless an option says otherwise."""
-SECTIONS: dict[str, Any] = {"data": DataConfig, "optimizer": OptimizerConfig}
-DECIDED = {"seed", "track_sharpness", "checkpoint_every", "evaluate_every"}
-"""What is not for a run's line to say."""
-OPTIONS: dict[str, Any] = {
-    ".".join([*section, name]): value
-    for section, config in [((), Config()), *(((name,), kind()) for name, kind in SECTIONS.items())]
-    for name, value in dataclasses.asdict(config).items()
-    if name not in DECIDED and not isinstance(value, dict)
-}
-"""What it may say beside the method, and the defaults."""
-
-
-def config_of(line: str, seed: int, data: str | None = None) -> Config:
-    """A run: a recipe's name, and options as data.cutout=16, method=ema or method.weight=0.3.
-
-    Raises:
-        ValueError: If there is no such recipe or option, or a value is none for it.
-    """
-    recipe, *options = line.split()
-    recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
-    require(
-        recipe in recipes, f"no study or recipe {recipe!r}: {nearest(recipe, [*STUDIES, *recipes])}"
-    )
-    values: dict[str, Any] = yaml.safe_load(recipes[recipe].read_text())
-    values = {**(FAST if torch.cuda.is_available() else {}), **values, "seed": seed}
-    method = {"name": "base", "settings": {}, **values.pop("method", {})}
-    for at, option in enumerate(options):
-        key, _, text = option.partition("=")
-        require(text != "", f"{option!r} is not name=value")
-        value, (section, _, name) = _value(text), key.rpartition(".")
-        if key == "method":
-            before = [given for given in options[:at] if given.startswith("method.")]
-            require(not before, f"{before} come after {option!r}, whose settings they are")
-            method = {"name": value, "settings": {}}
-        elif section == "method":
-            method["settings"][name] = value
-        else:
-            require(key in OPTIONS, f"no option {key!r}: {nearest(key, [*OPTIONS, 'method'])}")
-            check_kind(section or "a run", name, value, OPTIONS[key])
-            (values.setdefault(section, {}) if section else values)[name] = value
-    if data is not None:
-        values["data"]["name"] = data
-    parts = {name: kind(**values.pop(name, {})) for name, kind in SECTIONS.items()}
-    config = Config(**parts, **values, method=MethodConfig(**method), track_sharpness=10)
-    check_method(config.method)
-    tests = EVERY * max(1, config.epochs // 200) if config.epochs > 50 else 1
-    return dataclasses.replace(config, checkpoint_every=config.epochs, evaluate_every=tests)
-
-
-def _value(text: str) -> Any:
-    """As in YAML; 1e-3, which YAML takes for a word, is a number."""
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return float(value)
-    return value
-
-
-def folder_of(line: str) -> str:
-    """Where its runs go.
-
-    Example:
-        >>> folder_of("cifar100_resnet18_saf method.storage=uint8 epochs=60")
-        'cifar100_resnet18_saf-storage_uint8-epochs_60'
-    """
-    recipe, *options = line.split()
-    changes = (option.split("=") for option in options)
-    return "-".join([recipe, *(f"{key.split('.')[-1]}_{value}" for key, value in changes)])
 
 
 def train(args: argparse.Namespace) -> None:
@@ -125,9 +52,8 @@ def train(args: argparse.Namespace) -> None:
             flush=True,
         )
 
-    lines = [
-        line for name in args.runs for line in (STUDIES[name].lines if name in STUDIES else [name])
-    ]
+    named = [STUDIES[run].lines if run in STUDIES else (run.strip(),) for run in args.runs]
+    lines = dict.fromkeys(line for some in named for line in some)  # each once
     require(args.seeds >= 1, f"--seeds must be at least 1, got {args.seeds}")
     require(args.first >= 0, f"--first must be 0 or more, got {args.first}")
     # Seed by seed, so that whenever it is stopped there are pairs.
@@ -171,7 +97,9 @@ def in_full(config: Config) -> Config:
 
 
 def unpack(args: argparse.Namespace) -> None:
-    for file in kept_files(args.kept):
+    files = sorted(args.kept.glob("*.json"))
+    require(bool(files), f"nothing is kept in {args.kept}: `keep` writes there")
+    for file in files:
         for seed, run in read_json(file).items():
             folder = args.out / file.stem / seed
             folder.mkdir(parents=True, exist_ok=True)
@@ -180,22 +108,15 @@ def unpack(args: argparse.Namespace) -> None:
             write_metrics(folder, run["metrics"])
 
 
-def kept_files(kept: Path) -> list[Path]:
-    """What `keep` wrote, a file for each row."""
-    files = sorted(kept.glob("*.json"))
-    require(bool(files), f"nothing is kept in {kept}: `keep` runs there")
-    return files
-
-
 def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def tables(args: argparse.Namespace) -> None:
-    kept_files(args.kept)
-    for study in STUDIES.values():
-        if text := table(study, args.kept):
-            print(f"{study.title}\n\n{text}\n")
+    found = [(study, text) for study in STUDIES.values() if (text := table(study, args.kept))]
+    require(bool(found), f"nothing in {args.kept} makes a table: two rows of a study do")
+    for study, text in found:
+        print(f"{study.title}\n\n{text}\n")
 
 
 def table(study: Study, kept: Path = KEPT) -> str:
@@ -237,6 +158,7 @@ def difference(
 
 def less(args: argparse.Namespace) -> None:
     for line in (args.line, args.other):
+        config_of(line, 0)
         require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
     found = difference(args.line, args.other, args.kept, teachers=args.teachers)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")

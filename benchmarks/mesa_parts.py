@@ -33,7 +33,7 @@ from typing import Any
 
 import record
 import torch
-from accuracy import config_of, folder_of
+from lines import config_of, folder_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

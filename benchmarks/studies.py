@@ -33,6 +33,8 @@ _LONG = "method.decay=0.9999"
 """Not reached by the warm-up in 200 epochs: the average is of a ninth of the steps so far."""
 _VARIANCES = "method.deviations=false"
 """As in the paper's code, and so in the recipes of MESA."""
+_LETTER = "method.tau_squared=false method.warmup=false"
+"""The paper's equations, of MESA; with the square it is what the released code does."""
 _SMALL = f"cifar10_small method=mesa {_VARIANCES} method.decay=0.9937"
 """Half of what is averaged is 3.5 epochs old, as with 0.9995 on all of CIFAR."""
 _DECAYED = "cifar10_small epochs=200 optimizer.weight_decay=0.005"
@@ -91,6 +93,14 @@ STUDIES = {
                     "method.temperature=1.0 method.weight=1.0",
                 ],
             ),
+        ),
+    ),
+    "letter": Study(
+        "Without the squared temperature or the warm-up: CIFAR-100, ResNet-18, 200 epochs",
+        (
+            f"{RESNET}_base",
+            f"{RESNET}_saf method.tau_squared=false",
+            *(f"{RESNET}_mesa {change}" for change in (_LETTER, "method.warmup=false")),
         ),
     ),
     "frozen_200": Study(
@@ -302,7 +312,7 @@ STUDIES = {
             f"{_DECAYED} method=saf method.tau_squared=false",
             *_changes(
                 f"{_DECAYED} method=mesa {_VARIANCES} method.decay=0.9937 {_UNMATCHED}",
-                ["method.warmup=false", "method.tau_squared=false method.warmup=false"],
+                ["method.warmup=false", _LETTER],
             ),
         ),
     ),

@@ -240,7 +240,9 @@ def test_runs_that_take_turns_end_as_they_would_alone(tmp_path, monkeypatch):
 
 
 def test_runs_that_take_turns_are_checked_before_the_first_begins(tmp_path):
-    late = dataclasses.replace(config("saf"), method=MethodConfig("saf", {"lag": 1, "start_epoch": 99}))
+    late = dataclasses.replace(
+        config("saf"), method=MethodConfig("saf", {"lag": 1, "start_epoch": 99})
+    )
     runs = [(config(), tmp_path / "first"), (late, tmp_path / "second")]
     with pytest.raises(ValueError, match="starts in epoch 99"):
         fit_together(runs, 1, lambda *_: None)

@@ -54,17 +54,17 @@ def test_the_readmes_accuracies_are_the_results():
 
 def test_the_readmes_other_accuracies_are_the_first_of_each_method_in_their_studies():
     readme = (ROOT / "README.md").read_text().partition("## Accuracy")[2].partition("\n## ")[0]
-    heads, rows, recipe = ["base", "sam", "saf", "mesa"], {}, {}
+    heads, rows, papers = ["base", "sam", "saf", "mesa"], {}, {}
     for line in readme.partition("| | SGD |")[2].splitlines():
-        first, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if name := re.search(r"\(`(\w+)`\)$", first):
+        title, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if name := re.search(r"\(`(\w+)`\)$", title):
             study = name[1]
             rows[study] = {head: cell for head, cell in zip(heads, cells, strict=True) if cell}
-        elif first == "in the paper":
-            recipe |= {(study, head): cell for head, cell in zip(heads, cells, strict=True)}
+        elif title == "in the paper":
+            papers |= {(study, head): cell for head, cell in zip(heads, cells, strict=True)}
     assert rows.keys() == {"cifar10", "wrn", "decayed"}
     for study, cells in rows.items():
-        first: dict[str, str] = {}
+        first = {}
         for line in STUDIES[study].lines:
             if accuracy.judged(line):
                 first.setdefault(accuracy.config_of(line, 0).method.name, line)
@@ -72,7 +72,7 @@ def test_the_readmes_other_accuracies_are_the_first_of_each_method_in_their_stud
         for method, line in first.items():
             assert accuracy.results(line).keys() == {0}
             assert cells[method].partition(",")[0] == f"{accuracy.judged(line)[0]:.2f}"
-    for (study, method), figure in recipe.items():
+    for (study, method), figure in papers.items():
         base = STUDIES[study].lines[0].removesuffix("base")
         assert figure == accuracy.paper_figure(base + method)
 
@@ -131,7 +131,12 @@ def test_a_number_may_be_written_as_people_do():
         ("digits_noisy method=safe", "did you mean 'saf'"),
         ("digits_noisy method=saf method.wieght=3", "did you mean 'weight'"),
         ("digits_noisy seed=4", "no option 'seed'"),
-        ("digits_noisy method.weight=3.0 method=saf", "come after 'method=saf'"),
+        ("digits_noisy method.weight=3.0 method=saf", "must stand after method=saf"),
+        ("table epochs=3", "table is a study"),
+        ("", "no study or recipe ''"),
+        ("digits_noisy method=null", "method must be a str"),
+        ("digits_noisy epochs=[", "'[' is no value"),
+        ("digits_noisy data.train_size=1e3", "train_size must be a int"),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_refused(line, message):
@@ -151,7 +156,8 @@ def test_a_line_that_cannot_be_meant_is_refused(line, message):
         (["train", "digits_noisy", "--first", "-1"], "--first must be 0 or more"),
         (["keep", "nowhere"], "no complete run in nowhere"),
         (["unpack", "there", "--kept", "nowhere"], "nothing is kept in nowhere"),
-        (["tables", "--kept", "nowhere"], "nothing is kept in nowhere"),
+        (["tables", "--kept", "nowhere"], "nothing in nowhere makes a table"),
+        (["less", "digits_noisy foo", "digits_noisy"], "'foo' is not name=value"),
         (["less", "digits_noisy", "digits_noisy method=saf"], "nothing is kept of 'digits_noisy'"),
     ],
 )
@@ -164,6 +170,14 @@ def test_a_command_that_cannot_be_meant_says_so_and_does_nothing(
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_named_twice_is_trained_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(accuracy, "fit_together", lambda runs, *_: asked.extend(runs))
+    accuracy.main(["train", "cifar10", "cifar10_resnet18_saf ", "cifar10", "--seeds", "2"])
+    folders = [str(folder) for _, folder in asked]
+    assert len(folders) == len(set(folders)) == 8
 
 
 def test_runs_are_kept_and_unpacked(tmp_path, capsys):

@@ -164,10 +164,10 @@ def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
 
 
 def check_config(config: Config) -> Method:
-    """The method of a config, of which all is checked that can be without the data.
+    """The method of a config, if there is such a method with such settings, and all begins in time.
 
     Raises:
-        ValueError: If there is no such method or setting, or it would begin after the last epoch.
+        ValueError: If not: the method, or the learning rate's warm-up, would outlast the run.
     """
     method = check_method(config.method)
     settings = {**method.settings(), **config.method.settings}
