@@ -294,7 +294,10 @@ STUDIES = {
                     f"{_HALF} method.weight=2.0",
                 ],
             ),
-            f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100 {_HALF}",
+            *_changes(
+                f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100",
+                ["method.warmup=false", _HALF],
+            ),
             f"{_AVERAGED} method.freeze_epoch=60 method.start_epoch=60",
             *_changes(f"{_AVERAGED} method.freeze_epoch=140", [_VIEW, _UNMATCHED]),
         ),
