@@ -137,17 +137,13 @@ STUDIES = {
     ),
     "gap": Study(
         "SGD with one change: CIFAR-100, ResNet-18, 200 epochs",
-        (
+        _changes(
             f"{RESNET}_base",
+            [
+                *("data.cutout=16", "optimizer.nesterov=true", "optimizer.decay_vectors=false"),
+                *("initialization=torch", "method=label_smoothing"),
+            ],
             _TWICE,
-            *(
-                f"{RESNET}_base {change}"
-                for change in (
-                    *("data.cutout=16", "optimizer.nesterov=true"),
-                    *("optimizer.decay_vectors=false", "initialization=torch"),
-                    "method=label_smoothing",
-                )
-            ),
         ),
     ),
     "precision": Study(
