@@ -1,10 +1,13 @@
 """docs/results*.md say what benchmarks/results/accuracy holds, which is of the named recipes."""
 
+import ast
 import dataclasses
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -15,6 +18,7 @@ from saltflat.train.log import read_metrics
 from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command
+from saltflat.train.statistics import interval, paired
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -75,6 +79,37 @@ def test_the_readmes_other_accuracies_are_the_first_of_each_method_in_their_stud
     for (study, method), figure in papers.items():
         base = STUDIES[study].lines[0].removesuffix("base")
         assert figure == accuracy.paper_figure(base + method)
+
+
+INTERVAL = re.compile(r"(-?\d+\.\d\d)(?: points)? (\[-?\d+\.\d\d, -?\d+\.\d\d\])")
+
+
+def test_every_interval_that_is_written_is_a_row_or_one_row_less_another():
+    """With or without the first seed, which chose some rows; or printed by another command."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {path.name: " ".join(path.read_text().split()) for path in pages}
+    printed = [path.read_text() for path in accuracy.RESULTS.glob("*.md")]
+    printed.append((ROOT / "README.md").read_text().partition("\nmethod  accuracy")[2])
+    for text in texts.values():
+        for lists in re.findall(r"\bpaired\((\[.*?\], \[.*?\])\)`", text):
+            printed.append(str(paired(*ast.literal_eval(lists))))
+    known = {found for text in printed for found in INTERVAL.findall(text)}
+    asked = {found for text in texts.values() for found in INTERVAL.findall(text)} - known
+    means = {float(mean) for mean, _ in asked}
+
+    rows = {}
+    for line in LINES:
+        for teachers in (False, True):
+            if found := accuracy.judged(line, teachers=teachers):
+                rows.setdefault(line.partition("_")[0], set()).add(tuple(sorted(found.items())))
+    for some in rows.values():
+        for ours, theirs in product(map(dict, some), [{}, *map(dict, some)]):
+            common = sorted(ours.keys() & (theirs or ours).keys())
+            for seeds in (common, common[1:]):
+                values = [ours[seed] - theirs.get(seed, 0.0) for seed in seeds]
+                if len(values) > 1 and round(fmean(values), 2) in means:
+                    known |= set(INTERVAL.findall(str(interval(values))))
+    assert asked - known == set()
 
 
 def test_everything_that_was_kept_is_of_a_study():
