@@ -250,7 +250,10 @@ STUDIES = {
         "2,000 small images of CIFAR-10, 200 epochs, ten times the weight decay",
         (
             _DECAYED,
-            *(f"{_DECAYED} method={name}" for name in ("sam", "saf", "label_smoothing")),
+            *(
+                f"{_DECAYED} method={name}"
+                for name in ("sam", "saf", "saf_shuffled", "saf_uniform", "label_smoothing")
+            ),
             f"{_DECAYED} method=saf method.lag=15",
             *(f"{_DECAYED} method=ema {how}method.decay=0.9995" for how in (f"{_VARIANCES} ", "")),
             *(
@@ -290,9 +293,10 @@ STUDIES = {
                     f"{_HALF} method.weight=2.0",
                 ],
             ),
+            f"{_DECAYED} method=mesa method.decay=0.9937",
             *_changes(
                 f"{_DECAYED} method=mesa method.decay=0.9937 method.freeze_epoch=100",
-                ["method.warmup=false", _HALF],
+                [_VIEW, "method.warmup=false", _HALF],
             ),
             f"{_AVERAGED} method.freeze_epoch=60 method.start_epoch=60",
             *_changes(f"{_AVERAGED} method.freeze_epoch=140", [_VIEW, _UNMATCHED]),
