@@ -10,9 +10,11 @@ What there is to run is in studies.py. Some runs are trained at once on a GPU.
     python benchmarks/accuracy.py less "digits_noisy method=saf" "digits_noisy method=saf_shuffled"
 
 `train` leaves ordinary runs, which `saltflat report` reads. `keep` copies their figures, every
-fifth epoch of them, to `results/accuracy`; `unpack` makes runs of these again, for `saltflat
-report`; `tables` prints what is there, as docs/results*.md have it, and `less` the difference
-between two of its rows, paired by seed, with `--teachers` that of the averages.
+fifth epoch of them, to `results/accuracy`, but for seeds that are kept there already. `unpack`
+makes runs of these again, for `saltflat report`, without their speeds, as they shared a GPU.
+`tables` prints what is there, as docs/results*.md have it, and `less` the difference between two
+of its rows, paired by seed, with `--teachers` that of the averages, with `--best` that of the best
+epochs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from lines import EVERY, RECIPES, config_of, folder_of
 from record import RESULTS
@@ -34,13 +38,14 @@ from saltflat.train.config import require
 from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, read_config
 from saltflat.train.log import read_metrics, write_metrics
-from saltflat.train.loop import Run
+from saltflat.train.loop import Interrupted, Run
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command, without_folders
 from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
 KEPT = RESULTS / "accuracy"
+CIFAR = {"cifar10": 10, "cifar100": 100}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -56,6 +61,8 @@ def train(args: argparse.Namespace) -> None:
     lines = dict.fromkeys(line for some in named for line in some)  # each once
     require(args.seeds >= 1, f"--seeds must be at least 1, got {args.seeds}")
     require(args.first >= 0, f"--first must be 0 or more, got {args.first}")
+    if args.data is not None:
+        check_data({config_of(line, 0).data.name for line in lines}, args.data)
     # Seed by seed, so that whenever it is stopped there are pairs.
     runs = [
         (config_of(line, seed, args.data), args.out / folder_of(line) / f"seed{seed}")
@@ -65,6 +72,17 @@ def train(args: argparse.Namespace) -> None:
     fit_together([run for run in runs if not (run[1] / RESULT).exists()], args.jobs, say)
 
 
+def check_data(named: set[str], file: str) -> None:
+    """See to it that a file can be the data of some recipes."""
+    require(len(named) == 1, f"{file} cannot be {' and '.join(sorted(named))}: name runs of one")
+    name = named.pop()
+    require(name in CIFAR, f"{name} needs no file: leave --data out")
+    require(Path(file).is_file(), f"no file {file}")
+    with np.load(file) as arrays:
+        classes = int(arrays["y_train"].max()) + 1
+    require(classes == CIFAR[name], f"{file} has {classes} classes, and is not {name}")
+
+
 def keep(args: argparse.Namespace) -> None:
     folders = sorted({result.parent.parent for result in args.runs.glob(f"*/*/{RESULT}")})
     require(bool(folders), f"no complete run in {args.runs}: name a folder that `train` wrote")
@@ -72,7 +90,8 @@ def keep(args: argparse.Namespace) -> None:
     for folder in folders:
         file = args.out / f"{folder.name}.json"
         known = read_json(file) if file.exists() else {}
-        for result in folder.glob(f"*/{RESULT}"):
+        new = [one for one in folder.glob(f"*/{RESULT}") if one.parent.name not in known]
+        for result in new:
             config = in_full(read_config(result.parent))
             rows = [
                 row
@@ -84,9 +103,11 @@ def keep(args: argparse.Namespace) -> None:
                 "result": {**read_json(result), "command": train_command(config)},
                 "metrics": [{k: _rounded(v) for k, v in row.items()} for row in rows],
             }
-        lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in sorted(known))
-        write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
-        print(file)
+        if new:
+            seeds = sorted(known, key=lambda seed: int(seed.removeprefix("seed")))
+            lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in seeds)
+            write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
+            print(file)
 
 
 def in_full(config: Config) -> Config:
@@ -104,7 +125,7 @@ def unpack(args: argparse.Namespace) -> None:
             folder = args.out / file.stem / seed
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / CONFIG, to_json(run["config"]))
-            write_text(folder / RESULT, to_json(run["result"]))
+            write_text(folder / RESULT, to_json({**run["result"], "images_per_second": None}))
             write_metrics(folder, run["metrics"])
 
 
@@ -147,10 +168,10 @@ def table(study: Study, kept: Path = KEPT) -> str:
 
 
 def difference(
-    line: str, other: str, kept: Path = KEPT, *, teachers: bool = False
+    line: str, other: str, kept: Path = KEPT, *, teachers: bool = False, best: bool = False
 ) -> Interval | None:
     """How far one run is above another in the seeds of both; None where there are no such."""
-    ours, theirs = (judged(one, kept, teachers=teachers) for one in (line, other))
+    ours, theirs = (judged(one, kept, teachers=teachers, best=best) for one in (line, other))
     common = sorted(ours.keys() & theirs.keys())
     pairs = [ours[seed] for seed in common], [theirs[seed] for seed in common]
     return paired(*pairs) if common else None
@@ -160,7 +181,8 @@ def less(args: argparse.Namespace) -> None:
     for line in (args.line, args.other):
         config_of(line, 0)
         require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
-    found = difference(args.line, args.other, args.kept, teachers=args.teachers)
+    figure = {"teachers": args.teachers, "best": args.best}
+    found = difference(args.line, args.other, args.kept, **figure)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")
 
 
@@ -171,13 +193,17 @@ def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:
     return {int(seed.removeprefix("seed")): run["result"] for seed, run in runs.items()}
 
 
-def judged(line: str, kept: Path = KEPT, *, teachers: bool = False) -> dict[int, float]:
+def judged(
+    line: str, kept: Path = KEPT, *, teachers: bool = False, best: bool = False
+) -> dict[int, float]:
     """Its accuracy after the last epoch; of the average, if the method is about that.
 
-    With `teachers` of the average wherever there is one.
+    With `teachers` of the average wherever there is one; with `best` the model's in its best epoch.
     """
     teachers = teachers or METHODS[config_of(line, 0).method.name].judged_by_teacher
     found = results(line, kept)
+    if best:
+        return {seed: result["best_accuracy"] for seed, result in found.items()}
     has_one = teachers and all(r["teacher_accuracy"] is not None for r in found.values())
     key = "teacher_accuracy" if has_one else "accuracy"
     return {seed: result[key] for seed, result in found.items()}
@@ -204,7 +230,9 @@ def main(words: list[str] | None = None) -> None:
     one.add_argument("runs", nargs="+", help=f"A study ({', '.join(STUDIES)}) or a run.")
     one.add_argument("--seeds", type=int, default=3, help="How many.")
     one.add_argument("--first", type=int, default=0, help="The first seed.")
-    one.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1)
+    one.add_argument(
+        "--jobs", type=int, default=3 if torch.cuda.is_available() else 1, help="How many at once."
+    )
     one.add_argument("--data", help="An .npz of the recipes' data, instead of a download.")
     one.add_argument("--out", type=Path, default=Path("runs/accuracy"))
     one = commands.add_parser("keep")
@@ -222,13 +250,18 @@ def main(words: list[str] | None = None) -> None:
     one.set_defaults(run=less)
     one.add_argument("line", help="A run of the tables.")
     one.add_argument("other", help="Another, which is subtracted from it.")
-    one.add_argument("--teachers", action="store_true", help="Of the averages, where there are.")
+    figure = one.add_mutually_exclusive_group()
+    figure.add_argument("--teachers", action="store_true", help="Of averages, where there are.")
+    figure.add_argument("--best", action="store_true", help="Of the models' best epochs.")
     one.add_argument("--kept", type=Path, default=KEPT)
     args = parser.parse_args(words)
     try:
         args.run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    except Interrupted:
+        print("stopped and saved; the same command goes on where it stopped")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

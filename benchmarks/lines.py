@@ -47,16 +47,19 @@ def config_of(line: str, seed: int, data: str | None = None) -> Config:
     """
     recipe, *options = line.split() or [""]
     recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
-    require(recipe in recipes or recipe not in STUDIES, f"{recipe} is a study: it has no options")
+    require(recipe in recipes or recipe not in STUDIES, f"{recipe} is a study, not a run")
     require(
         recipe in recipes, f"no study or recipe {recipe!r}: {nearest(recipe, [*STUDIES, *recipes])}"
     )
     values: dict[str, Any] = yaml.safe_load(recipes[recipe].read_text())
     values = {**(FAST if torch.cuda.is_available() else {}), **values, "seed": seed}
     method = {"name": "base", "settings": {}, **values.pop("method", {})}
+    keys = [option.partition("=")[0] for option in options]
     for at, option in enumerate(options):
         key, _, text = option.partition("=")
         require(text != "", f"{option!r} is not name=value")
+        require("/" not in text, f"{option!r}: runs' folders have the names of their options")
+        require(key not in keys[:at], f"{key} is said twice")
         value, (section, _, name) = _value(text), key.rpartition(".")
         if section == "method":
             method["settings"][name] = value

@@ -223,7 +223,7 @@ def test_help_shows_an_example(command, capsys):
         ),
         (
             ["sharpness", "nowhere", "--settings={sam: {rho: x}}"],
-            "sam's rho must be a float",
+            "sam's rho must be of the type float",
         ),
         (["sharpness", "nowhere", "--image=3"], "unknown option --image: did you mean '--images'?"),
         (["sharpness", "nowhere", "--out=."], ". is a folder: name a file, as ./sharpness.json"),

@@ -251,6 +251,16 @@ def test_runs_that_take_turns_are_checked_before_the_first_begins(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_runs_that_take_turns_are_saved_when_another_fails(tmp_path):
+    wrong = {**config("saf").method.settings, "weight": -1.0}
+    bad = dataclasses.replace(config("saf"), method=MethodConfig("saf", wrong))
+    runs = [(one, tmp_path / name) for one, name in [(config(), "a"), (bad, "b"), (config(), "c")]]
+    with pytest.raises(ValueError, match="weight must be"):
+        fit_together(runs, 2, lambda *_: None)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["a"]
+    assert load_checkpoint(tmp_path / "a") is not None
+
+
 def test_runs_that_take_turns_are_all_saved_when_stopped(tmp_path, monkeypatch):
     runs = [(config(seed=seed), tmp_path / f"seed{seed}") for seed in range(3)]
     monkeypatch.setattr(together, "stopping", lambda: contextlib.nullcontext(asked))

@@ -304,9 +304,9 @@ def test_extra_bytes():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("sam", {"rho": "abc"}, "sam's rho must be a float, as its default 0.05, got 'abc'"),
-        ("saf", {"lag": 1.5}, "saf's lag must be a int, as its default 3, got 1.5"),
-        ("mesa", {"warmup": 1}, "mesa's warmup must be a bool, as its default True, got 1"),
+        ("sam", {"rho": "abc"}, "sam's rho must be of the type float, as 0.05 is, got 'abc'"),
+        ("saf", {"lag": 1.5}, "saf's lag must be of the type int, as 3 is, got 1.5"),
+        ("mesa", {"warmup": 1}, "mesa's warmup must be of the type bool, as True is, got 1"),
     ],
 )
 def test_a_setting_of_another_kind(name, settings, message):

@@ -9,13 +9,14 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from saltflat.train.config import Config, DataConfig, MethodConfig
 from saltflat.train.files import to_json
 from saltflat.train.folder import read_config
 from saltflat.train.log import read_metrics
-from saltflat.train.loop import fit
+from saltflat.train.loop import Interrupted, fit
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command
 from saltflat.train.statistics import interval, paired
@@ -99,9 +100,10 @@ def test_every_interval_that_is_written_is_a_row_or_one_row_less_another():
 
     rows = {}
     for line in LINES:
-        for teachers in (False, True):
-            if found := accuracy.judged(line, teachers=teachers):
-                rows.setdefault(line.partition("_")[0], set()).add(tuple(sorted(found.items())))
+        for figure in ({}, {"teachers": True}, {"best": True}):
+            if found := accuracy.judged(line, **figure):
+                alike = rows.setdefault((line.partition("_")[0], *figure), set())
+                alike.add(tuple(sorted(found.items())))
     for some in rows.values():
         for ours, theirs in product(map(dict, some), [{}, *map(dict, some)]):
             common = sorted(ours.keys() & (theirs or ours).keys())
@@ -160,7 +162,7 @@ def test_a_number_may_be_written_as_people_do():
         ("cifar100_resnet18_bass", "did you mean 'cifar100_resnet18_base'"),
         ("digits_noisy epochs", "'epochs' is not name=value"),
         ("digits_noisy epochs=", "'epochs=' is not name=value"),
-        ("digits_noisy epochs=six", "epochs must be a int"),
+        ("digits_noisy epochs=six", "epochs must be of the type int"),
         ("digits_noisy data.cutot=3", "did you mean 'data.cutout'"),
         ("digits_noisy methd=saf", "did you mean 'method'"),
         ("digits_noisy method=safe", "did you mean 'saf'"),
@@ -169,9 +171,11 @@ def test_a_number_may_be_written_as_people_do():
         ("digits_noisy method.weight=3.0 method=saf", "must stand after method=saf"),
         ("table epochs=3", "table is a study"),
         ("", "no study or recipe ''"),
-        ("digits_noisy method=null", "method must be a str"),
+        ("digits_noisy method=null", "method must be of the type str"),
         ("digits_noisy epochs=[", "'[' is no value"),
-        ("digits_noisy data.train_size=1e3", "train_size must be a int"),
+        ("digits_noisy data.root=/tmp/x", "runs' folders have the names of their options"),
+        ("digits_noisy epochs=6 epochs=7", "epochs is said twice"),
+        ("digits_noisy data.train_size=1e3", "train_size must be of the type int"),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_refused(line, message):
@@ -189,6 +193,9 @@ def test_a_line_that_cannot_be_meant_is_refused(line, message):
         (["train", "digits_noisy", "--jobs", "0"], "at least 1 run at once"),
         (["train", "digits_noisy", "--seeds", "0"], "--seeds must be at least 1"),
         (["train", "digits_noisy", "--first", "-1"], "--first must be 0 or more"),
+        (["train", "digits_noisy", "--data", "x.npz"], "digits needs no file"),
+        (["train", "cifar10", "--data", "x.npz"], "no file x.npz"),
+        (["train", "cifar10", "gap", "--data", "x.npz"], "cannot be cifar10 and cifar100"),
         (["keep", "nowhere"], "no complete run in nowhere"),
         (["unpack", "there", "--kept", "nowhere"], "nothing is kept in nowhere"),
         (["tables", "--kept", "nowhere"], "nothing in nowhere makes a table"),
@@ -237,15 +244,50 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     assert list(runs) == [0, 1]
     assert str(tmp_path) not in (kept / "digits_noisy-method_saf.json").read_text()
     capsys.readouterr()
+    again = tmp_path / "runs" / "digits_noisy-method_saf" / "seed1" / "result.json"
+    again.write_text(again.read_text().replace('"accuracy": ', '"accuracy": 1'))
+    accuracy.main(["keep", str(tmp_path / "runs"), "--out", str(kept)])
+    assert capsys.readouterr().out == ""
+    assert accuracy.judged("digits_noisy method=saf", kept) == runs  # what is kept stays
     accuracy.main(["tables", "--kept", str(kept)])
     said = capsys.readouterr().out
     assert f"| `digits_noisy method=saf` | 0 1 | {sum(runs.values()) / 2:.2f} [" in said
 
 
+@pytest.mark.parametrize("classes", [10, 100])
+def test_the_data_of_a_recipe_have_its_classes(classes, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "fit_together", lambda *_: None)
+    np.savez(tmp_path / "some.npz", y_train=np.arange(classes))
+    words = ["train", "cifar100_resnet18_base", "--data", str(tmp_path / "some.npz")]
+    if classes == 100:
+        accuracy.main(words)
+        return
+    with pytest.raises(SystemExit):
+        accuracy.main(words)
+    assert "has 10 classes, and is not cifar100" in capsys.readouterr().err
+
+
+def test_a_stopped_command_says_how_to_go_on(monkeypatch, capsys):
+    def stopped(*_):
+        raise Interrupted
+
+    monkeypatch.setattr(accuracy, "fit_together", stopped)
+    with pytest.raises(SystemExit) as end:
+        accuracy.main(["train", "digits_noisy"])
+    assert end.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().out
+
+
 def test_one_row_less_another(tmp_path, capsys):
     def write(line, teacher=None, **accuracies):
         runs = {
-            seed: {"result": {"accuracy": value, "teacher_accuracy": teacher and value + teacher}}
+            seed: {
+                "result": {
+                    "accuracy": value,
+                    "best_accuracy": 2 * value,
+                    "teacher_accuracy": teacher and value + teacher,
+                }
+            }
             for seed, value in accuracies.items()
         }
         (tmp_path / f"{accuracy.folder_of(line)}.json").write_text(json.dumps(runs))
@@ -259,6 +301,7 @@ def test_one_row_less_another(tmp_path, capsys):
         ("saf", "base", [], "no seed of both"),
         ("mesa", "saf", [], "2.00 [2.00, 2.00], n = 2"),
         ("mesa", "saf", ["--teachers"], "2.25 [2.25, 2.25], n = 2"),
+        ("mesa", "saf", ["--best"], "4.00 [4.00, 4.00], n = 2"),
     ]:
         lines = [f"digits_noisy method={name}" for name in (one, other)]
         accuracy.main(["less", *lines, *flags, "--kept", str(tmp_path)])

@@ -330,6 +330,6 @@ def check_kind(owner: str, name: str, value: Any, default: Any) -> None:
     kinds = (int, float) if type(default) is float else (type(default),)
     if default is not None and type(value) not in kinds:
         raise ValueError(
-            f"{owner}'s {name} must be a {kinds[-1].__name__}, as its default {default!r}, "
+            f"{owner}'s {name} must be of the type {kinds[-1].__name__}, as {default!r} is, "
             f"got {value!r}"
         )

@@ -36,21 +36,26 @@ def fit_together(
     Raises:
         ValueError: If one of them cannot be run, as far as can be told before any is begun.
         Interrupted: If it was stopped; the runs that were under way are saved.
+        Exception: What one of them failed with; the others that were under way are saved.
     """
     require(at_once >= 1, f"at least 1 run at once, got {at_once}")
     for config, _ in runs:
         check_config(config)
     waiting, going = list(reversed(runs)), list[Turns]()
-    stopped: Interrupted | None = None
+    stopped: Exception | None = None
     with stopping() as interrupted:
-        while going or (waiting and not interrupted()):
-            if waiting and len(going) < at_once and not interrupted():
-                going.append(Turns(*waiting.pop(), stop=lambda *_: interrupted()))
+
+        def ends(*_: int) -> bool:
+            return stopped is not None or interrupted()
+
+        while going or (waiting and not ends()):
+            if waiting and len(going) < at_once and not ends():
+                going.append(Turns(*waiting.pop(), stop=ends))
             for one in list(going):
                 try:
                     run = one.turn()
-                except Interrupted as interruption:
-                    stopped = interruption
+                except Exception as reason:
+                    stopped = stopped or reason
                     going.remove(one)
                 else:
                     if run is not None:
