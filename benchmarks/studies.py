@@ -23,7 +23,10 @@ def _changes(base: str, changes: list[str], *others: str) -> tuple[str, ...]:
 
 
 RESNET = "cifar100_resnet18"
-_SHORT = f"{RESNET}_mesa epochs=50"
+_WARM = "method.warmup=true"
+"""Of ours: the paper's MESA, and so its recipe, has none."""
+_MESA = f"{RESNET}_mesa {_WARM}"
+_SHORT = f"{_MESA} epochs=50"
 _QUARTER = "method.temperature=1.0 method.weight=1.0 method.start_epoch=12"
 _VIEW = "method.another_view=true"
 _UNMATCHED = "method.match=none"
@@ -66,7 +69,9 @@ STUDIES = {
     "table": Study(
         "CIFAR-100, ResNet-18, 200 epochs: the paper's settings, a frozen MESA, and controls",
         (
-            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa", "mesa_frozen")),
+            *(f"{RESNET}_{method}" for method in ("base", "sam", "saf", "mesa")),
+            _MESA,
+            f"{RESNET}_mesa_frozen",
             *(
                 f"{RESNET}_base method={name}"
                 for name in ("label_smoothing", f"ema {_VARIANCES}", "saf_shuffled", "saf_uniform")
@@ -79,7 +84,7 @@ STUDIES = {
             f"{RESNET}_base",
             *(f"{RESNET}_base method=ema {how}{_LONG}" for how in (f"{_VARIANCES} ", "")),
             *_changes(
-                f"{RESNET}_mesa {_VIEW}",
+                f"{_MESA} {_VIEW}",
                 [
                     *("method.weight=0.3", "method.weight=0.1", "method.tau_squared=false"),
                     *(_SPREAD, f"{_SPREAD} method.weight=0.3"),
@@ -100,7 +105,7 @@ STUDIES = {
         (
             f"{RESNET}_base",
             f"{RESNET}_saf method.tau_squared=false",
-            *(f"{RESNET}_mesa {change}" for change in (_LETTER, "method.warmup=false")),
+            *_changes(f"{RESNET}_mesa", ["method.tau_squared=false"]),
         ),
     ),
     "frozen_200": Study(
@@ -108,7 +113,7 @@ STUDIES = {
         (
             f"{RESNET}_base",
             *_changes(
-                f"{RESNET}_mesa {_NEAREST} method.deviations=true",
+                f"{_MESA} {_NEAREST} method.deviations=true",
                 [
                     _HALF,
                     "method.freeze_epoch=100",
@@ -129,7 +134,10 @@ STUDIES = {
     ),
     "cifar10": Study(
         "CIFAR-10, ResNet-18, 200 epochs, the paper's settings",
-        tuple(f"cifar10_resnet18_{method}" for method in ("base", "sam", "saf", "mesa")),
+        (
+            *(f"cifar10_resnet18_{method}" for method in ("base", "sam", "saf", "mesa")),
+            f"cifar10_resnet18_mesa {_WARM}",
+        ),
     ),
     "wrn": Study(
         "CIFAR-100, WRN-28-10, 200 epochs, the paper's settings",
@@ -167,7 +175,7 @@ STUDIES = {
         (
             *(f"{RESNET}_{method} data.cutout=16" for method in ("base", "sam", "saf")),
             *(
-                f"{RESNET}_mesa data.cutout=16 {_VIEW} {_NEAREST} {change}"
+                f"{_MESA} data.cutout=16 {_VIEW} {_NEAREST} {change}"
                 for change in (
                     "method.weight=0.3",
                     f"method.weight=0.3 {_LONG}",
@@ -181,7 +189,7 @@ STUDIES = {
         (
             f"{RESNET}_base method=label_smoothing",
             *(f"{RESNET}_{method} label_smoothing=0.1" for method in ("sam", "saf")),
-            f"{RESNET}_mesa label_smoothing=0.1 {_VIEW} {_NEAREST} method.weight=0.3",
+            f"{_MESA} label_smoothing=0.1 {_VIEW} {_NEAREST} method.weight=0.3",
         ),
     ),
     "stores": Study(
@@ -206,7 +214,6 @@ STUDIES = {
                     "method.temperature=1.0 method.weight=1.0",
                     _QUARTER,
                     f"{_QUARTER} method.decay=0.9998",
-                    f"{_QUARTER} method.warmup=false",
                     "method.temperature=1.0 method.weight=3.0 method.start_epoch=12",
                     "method.temperature=1.0 method.weight=2.0 method.start_epoch=25",
                     _VIEW,
@@ -214,6 +221,7 @@ STUDIES = {
                     f"{_VIEW} method.batch_statistics=true",
                     *(f"{_VIEW} method.temperature=1.0 method.weight={w}" for w in (1.0, 3.0)),
                 ],
+                f"{RESNET}_mesa epochs=50 {_QUARTER}",
             ),
         ),
     ),

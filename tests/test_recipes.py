@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from saltflat import MESA, SAF, sam
+from saltflat import MESA, SAF, mesa_dialect, sam
 from saltflat.train.config import Config
 from saltflat.train.methods import check_method
 from saltflat.train.models import build_model
@@ -175,8 +175,10 @@ def test_hyper_parameters_are_the_appendixs(name):
     if method == "saf":
         assert (settings["weight"], settings["lag"]) == (0.3, 3)
     else:
-        expected = (0.3, 0.9998) if data == "imagenet" else (0.8, 0.9995)
-        assert (settings["weight"], settings["decay"]) == expected
+        weight, decay = (0.3, 0.9998) if data == "imagenet" else (0.8, 0.9995)
+        released = {**mesa_dialect("released", 200), "start_epoch": start}
+        assert settings == {**settings, **released, "weight": weight, "decay": decay}
+        assert (settings["freeze_epoch"], settings["interval"]) == (None, 1)
 
 
 def test_the_demo_has_its_setting_and_no_paper_figure():
