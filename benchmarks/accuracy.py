@@ -181,6 +181,8 @@ def less(args: argparse.Namespace) -> None:
     for line in (args.line, args.other):
         config_of(line, 0)
         require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
+    names = {config_of(line, 0).data.name for line in (args.line, args.other)}
+    require(len(names) == 1, f"{' and '.join(sorted(names))} cannot be compared")
     figure = {"teachers": args.teachers, "best": args.best}
     found = difference(args.line, args.other, args.kept, **figure)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")

@@ -204,6 +204,7 @@ def test_a_line_that_cannot_be_meant_is_refused(line, message):
         (["unpack", "there", "--kept", "nowhere"], "nothing is kept in nowhere"),
         (["tables", "--kept", "nowhere"], "nothing in nowhere makes a table"),
         (["less", "digits_noisy foo", "digits_noisy"], "'foo' is not name=value"),
+        (["less", "cifar10_resnet18_base", "cifar100_resnet18_base"], "cannot be compared"),
         (["less", "digits_noisy", "digits_noisy method=saf"], "nothing is kept of 'digits_noisy'"),
     ],
 )
