@@ -48,8 +48,8 @@ class MESA(TrajectoryTerm):
             temperature little then pulls along the teacher's outputs, and the less these agree with
             the model's, the more the pull is one to equal outputs.
         freeze_epoch: The first epoch, counted from 0, in which the teacher stays as it is; None:
-            none. An average that goes on learns the training set by heart with the model; one of
-            half of the training has not.
+            none. Begin with half of the training: an average that goes on learns the training set
+            by heart with the model, and has nothing to add.
         interval: Of so many steps, one has the loss, so many times as heavy, and the others have
             none: less work for the teacher, and the same loss on average. A step ends with
             `update`.
