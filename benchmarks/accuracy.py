@@ -27,16 +27,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from lines import EVERY, RECIPES, config_of, folder_of
 from record import RESULTS
 from studies import STUDIES, Study
 
-from saltflat.train import Config
+from saltflat.train import Config, DataConfig
 from saltflat.train.config import require
+from saltflat.train.data import load_data
 from saltflat.train.files import markdown, read_json, to_json, write_text
-from saltflat.train.folder import CONFIG, RESULT, read_config
+from saltflat.train.folder import CONFIG, RESULT, check_folder, read_config
 from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Interrupted, Run
 from saltflat.train.methods import METHODS
@@ -69,6 +69,8 @@ def train(args: argparse.Namespace) -> None:
         for seed in range(args.first, args.first + args.seeds)
         for line in lines
     ]
+    for config, folder in runs:
+        check_folder(folder, config)
     fit_together([run for run in runs if not (run[1] / RESULT).exists()], args.jobs, say)
 
 
@@ -76,10 +78,9 @@ def check_data(named: set[str], file: str) -> None:
     """See to it that a file can be the data of some recipes."""
     require(len(named) == 1, f"{file} cannot be {' and '.join(sorted(named))}: name runs of one")
     name = named.pop()
-    require(name in CIFAR, f"{name} needs no file: leave --data out")
-    require(Path(file).is_file(), f"no file {file}")
-    with np.load(file) as arrays:
-        classes = int(arrays["y_train"].max()) + 1
+    require(name in CIFAR, f"{file} is for runs of CIFAR, and not of {name}: leave --data out")
+    require(file.endswith(".npz"), f"{file} is no .npz")
+    classes = load_data(DataConfig(name=file)).num_classes
     require(classes == CIFAR[name], f"{file} has {classes} classes, and is not {name}")
 
 
@@ -103,11 +104,11 @@ def keep(args: argparse.Namespace) -> None:
                 "result": {**read_json(result), "command": train_command(config)},
                 "metrics": [{k: _rounded(v) for k, v in row.items()} for row in rows],
             }
+        print(f"{file}: {len(new)} more, {len(known)} in all")
         if new:
             seeds = sorted(known, key=lambda seed: int(seed.removeprefix("seed")))
             lines = (f'"{seed}": {without_folders(to_json(known[seed]))}' for seed in seeds)
             write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
-            print(file)
 
 
 def in_full(config: Config) -> Config:
@@ -181,8 +182,9 @@ def less(args: argparse.Namespace) -> None:
     for line in (args.line, args.other):
         config_of(line, 0)
         require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
-    names = {config_of(line, 0).data.name for line in (args.line, args.other)}
-    require(len(names) == 1, f"{' and '.join(sorted(names))} cannot be compared")
+    one, other = (config_of(line, 0).data for line in (args.line, args.other))
+    alike = dataclasses.replace(one, cutout=other.cutout) == other
+    require(alike, f"{args.line} and {args.other} are of different data")
     figure = {"teachers": args.teachers, "best": args.best}
     found = difference(args.line, args.other, args.kept, **figure)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")

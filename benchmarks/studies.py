@@ -62,8 +62,8 @@ _DIGITS = (
     ),
     *(f"method=mesa {weight}{_SPREAD}" for weight in ("method.weight=0.3 ", "")),
     *(f"method=mesa {weight}{_NEAREST}" for weight in ("method.weight=0.3 ", "")),
-    f"method=mesa {_UNMATCHED} method.decay=0.98",
-    "method=mesa method.decay=0.98",
+    *_changes(f"method=mesa {_UNMATCHED} method.decay=0.98", ["method.warmup=false"]),
+    *_changes("method=mesa method.decay=0.98", ["method.warmup=false"]),
     *_changes("method=mesa method.freeze_epoch=20", ["method.start_epoch=20"]),
     *(f"method={name}" for name in ("label_smoothing", "ema", "saf_shuffled", "saf_uniform")),
 )

@@ -261,6 +261,22 @@ def test_runs_that_take_turns_are_saved_when_another_fails(tmp_path):
     assert load_checkpoint(tmp_path / "a") is not None
 
 
+@pytest.mark.parametrize("failing", ["seed0", "seed1"])
+def test_a_failure_is_told_although_the_runs_were_being_stopped(failing, tmp_path, monkeypatch):
+    def save(run, *rest):
+        if run.name == failing:
+            raise OSError("no space left")
+        return saved(run, *rest)
+
+    saved, asked = state.save_checkpoint, iter([False] * 60 + [True] * 1000).__next__
+    monkeypatch.setattr(state, "save_checkpoint", save)
+    monkeypatch.setattr(together, "stopping", lambda: contextlib.nullcontext(asked))
+    late = config(epochs=9, checkpoint_every=9)
+    runs = [(dataclasses.replace(late, seed=i), tmp_path / f"seed{i}") for i in range(2)]
+    with pytest.raises(OSError, match="no space left"):
+        fit_together(runs, 2, lambda *_: None)
+
+
 def test_runs_that_take_turns_are_all_saved_when_stopped(tmp_path, monkeypatch):
     runs = [(config(seed=seed), tmp_path / f"seed{seed}") for seed in range(3)]
     monkeypatch.setattr(together, "stopping", lambda: contextlib.nullcontext(asked))

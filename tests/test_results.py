@@ -197,14 +197,18 @@ def test_a_line_that_cannot_be_meant_is_refused(line, message):
         (["train", "digits_noisy", "--jobs", "0"], "at least 1 run at once"),
         (["train", "digits_noisy", "--seeds", "0"], "--seeds must be at least 1"),
         (["train", "digits_noisy", "--first", "-1"], "--first must be 0 or more"),
-        (["train", "digits_noisy", "--data", "x.npz"], "digits needs no file"),
-        (["train", "cifar10", "--data", "x.npz"], "no file x.npz"),
+        (
+            ["train", "digits_noisy", "--data", "x.npz"],
+            "x.npz is for runs of CIFAR, and not of digits",
+        ),
+        (["train", "cifar10", "--data", "x.npz"], "x.npz"),
+        (["train", "cifar10", "--data", "x.npy"], "x.npy is no .npz"),
         (["train", "cifar10", "gap", "--data", "x.npz"], "cannot be cifar10 and cifar100"),
         (["keep", "nowhere"], "no complete run in nowhere"),
         (["unpack", "there", "--kept", "nowhere"], "nothing is kept in nowhere"),
         (["tables", "--kept", "nowhere"], "nothing in nowhere makes a table"),
         (["less", "digits_noisy foo", "digits_noisy"], "'foo' is not name=value"),
-        (["less", "cifar10_resnet18_base", "cifar100_resnet18_base"], "cannot be compared"),
+        (["less", "cifar10_resnet18_base", "cifar100_resnet18_base"], "different data"),
         (["less", "digits_noisy", "digits_noisy method=saf"], "nothing is kept of 'digits_noisy'"),
     ],
 )
@@ -252,7 +256,7 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
     again = tmp_path / "runs" / "digits_noisy-method_saf" / "seed1" / "result.json"
     again.write_text(again.read_text().replace('"accuracy": ', '"accuracy": 1'))
     accuracy.main(["keep", str(tmp_path / "runs"), "--out", str(kept)])
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.endswith(": 0 more, 2 in all\n")
     assert accuracy.judged("digits_noisy method=saf", kept) == runs  # what is kept stays
     accuracy.main(["tables", "--kept", str(kept)])
     said = capsys.readouterr().out
@@ -262,7 +266,9 @@ def test_runs_are_kept_and_unpacked(tmp_path, capsys):
 @pytest.mark.parametrize("classes", [10, 100])
 def test_the_data_of_a_recipe_have_its_classes(classes, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "fit_together", lambda *_: None)
-    np.savez(tmp_path / "some.npz", y_train=np.arange(classes))
+    images, labels = np.zeros((classes, 4, 4, 3), np.uint8), np.arange(classes)
+    arrays = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+    np.savez(tmp_path / "some.npz", **arrays)
     words = ["train", "cifar100_resnet18_base", "--data", str(tmp_path / "some.npz")]
     if classes == 100:
         accuracy.main(words)
@@ -270,6 +276,15 @@ def test_the_data_of_a_recipe_have_its_classes(classes, tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         accuracy.main(words)
     assert "has 10 classes, and is not cifar100" in capsys.readouterr().err
+
+
+def test_a_run_of_another_config_is_not_taken_for_a_rows(tmp_path):
+    small = Config(DataConfig(train_size=64, batch_size=32), epochs=2)
+    fit(small, tmp_path / "digits_noisy-method_saf" / "seed0")
+    with pytest.raises(SystemExit) as end:
+        words = ["train", "digits_noisy method=saf", "--seeds", "1", "--out", str(tmp_path)]
+        accuracy.main(words)
+    assert end.value.code == 2
 
 
 def test_a_stopped_command_says_how_to_go_on(monkeypatch, capsys):

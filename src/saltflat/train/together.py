@@ -55,7 +55,8 @@ def fit_together(
                 try:
                     run = one.turn()
                 except Exception as reason:
-                    stopped = stopped or reason
+                    if stopped is None or isinstance(stopped, Interrupted):
+                        stopped = reason
                     going.remove(one)
                 else:
                     if run is not None:
