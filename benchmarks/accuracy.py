@@ -34,7 +34,7 @@ from studies import STUDIES, Study
 
 from saltflat.train import Config, DataConfig
 from saltflat.train.config import require
-from saltflat.train.data import load_data
+from saltflat.train.data import CIFAR, load_data
 from saltflat.train.files import markdown, read_json, to_json, write_text
 from saltflat.train.folder import CONFIG, RESULT, check_folder, read_config
 from saltflat.train.log import read_metrics, write_metrics
@@ -45,7 +45,8 @@ from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
 KEPT = RESULTS / "accuracy"
-CIFAR = {"cifar10": 10, "cifar100": 100}
+FIGURES = {"teachers": "teacher_accuracy", "best": "best_accuracy"}
+"""What else than the accuracy after the last epoch rows can be compared by."""
 
 
 def train(args: argparse.Namespace) -> None:
@@ -81,7 +82,7 @@ def check_data(named: set[str], file: str) -> None:
     require(name in CIFAR, f"{file} is for runs of CIFAR, and not of {name}: leave --data out")
     require(file.endswith(".npz"), f"{file} is no .npz")
     classes = load_data(DataConfig(name=file)).num_classes
-    require(classes == CIFAR[name], f"{file} has {classes} classes, and is not {name}")
+    require(classes == CIFAR[name][1], f"{file} has {classes} classes, and is not {name}")
 
 
 def keep(args: argparse.Namespace) -> None:
@@ -169,24 +170,23 @@ def table(study: Study, kept: Path = KEPT) -> str:
 
 
 def difference(
-    line: str, other: str, kept: Path = KEPT, *, teachers: bool = False, best: bool = False
+    line: str, other: str, kept: Path = KEPT, figure: str = "accuracy"
 ) -> Interval | None:
     """How far one run is above another in the seeds of both; None where there are no such."""
-    ours, theirs = (judged(one, kept, teachers=teachers, best=best) for one in (line, other))
+    ours, theirs = (judged(one, kept, figure) for one in (line, other))
     common = sorted(ours.keys() & theirs.keys())
     pairs = [ours[seed] for seed in common], [theirs[seed] for seed in common]
     return paired(*pairs) if common else None
 
 
 def less(args: argparse.Namespace) -> None:
-    for line in (args.line, args.other):
-        config_of(line, 0)
+    lines = (args.line, args.other)
+    one, other = (config_of(line, 0).data for line in lines)
+    for line in lines:
         require(bool(results(line, args.kept)), f"nothing is kept of {line!r}: see `tables`")
-    one, other = (config_of(line, 0).data for line in (args.line, args.other))
-    alike = dataclasses.replace(one, cutout=other.cutout) == other
-    require(alike, f"{args.line} and {args.other} are of different data")
-    figure = {"teachers": args.teachers, "best": args.best}
-    found = difference(args.line, args.other, args.kept, **figure)
+    same = dataclasses.replace(one, cutout=other.cutout) == other  # which a table compares
+    require(same, f"{args.line} and {args.other} are of different data")
+    found = difference(*lines, args.kept, args.figure)
     print("no seed of both" if found is None else f"{_shown(found)}, n = {found.n}")
 
 
@@ -197,20 +197,17 @@ def results(line: str, kept: Path = KEPT) -> dict[int, dict[str, Any]]:
     return {int(seed.removeprefix("seed")): run["result"] for seed, run in runs.items()}
 
 
-def judged(
-    line: str, kept: Path = KEPT, *, teachers: bool = False, best: bool = False
-) -> dict[int, float]:
-    """Its accuracy after the last epoch; of the average, if the method is about that.
+def judged(line: str, kept: Path = KEPT, figure: str = "accuracy") -> dict[int, float]:
+    """A figure of its runs; for their accuracy the average's, if the method is about that.
 
-    With `teachers` of the average wherever there is one; with `best` the model's in its best epoch.
+    Where there is no average, its accuracy is the model's.
     """
-    teachers = teachers or METHODS[config_of(line, 0).method.name].judged_by_teacher
     found = results(line, kept)
-    if best:
-        return {seed: result["best_accuracy"] for seed, result in found.items()}
-    has_one = teachers and all(r["teacher_accuracy"] is not None for r in found.values())
-    key = "teacher_accuracy" if has_one else "accuracy"
-    return {seed: result[key] for seed, result in found.items()}
+    if figure == "accuracy" and METHODS[config_of(line, 0).method.name].judged_by_teacher:
+        figure = "teacher_accuracy"
+    if any(result[figure] is None for result in found.values()):
+        figure = "accuracy"
+    return {seed: result[figure] for seed, result in found.items()}
 
 
 def _shown(value: Interval) -> str:
@@ -255,8 +252,15 @@ def main(words: list[str] | None = None) -> None:
     one.add_argument("line", help="A run of the tables.")
     one.add_argument("other", help="Another, which is subtracted from it.")
     figure = one.add_mutually_exclusive_group()
-    figure.add_argument("--teachers", action="store_true", help="Of averages, where there are.")
-    figure.add_argument("--best", action="store_true", help="Of the models' best epochs.")
+    for flag, what in [("teachers", "averages, where there are"), ("best", "models' best epochs")]:
+        figure.add_argument(
+            f"--{flag}",
+            dest="figure",
+            action="store_const",
+            const=FIGURES[flag],
+            default="accuracy",
+            help=f"Of the {what}.",
+        )
     one.add_argument("--kept", type=Path, default=KEPT)
     args = parser.parse_args(words)
     try:

@@ -26,6 +26,8 @@ KNOWN: dict[str, Statistics] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
+CIFAR = {"cifar10": ("CIFAR10", 10), "cifar100": ("CIFAR100", 100)}
+"""What torchvision calls them, and how many classes they have."""
 
 
 class Labelled(Dataset[tuple[Tensor, int]]):
@@ -141,7 +143,7 @@ def _digits(config: DataConfig) -> Data:
 def _cifar(config: DataConfig) -> Data:
     with _needs("'saltflat[train]'"):
         from torchvision import datasets
-    kind, num_classes = {"cifar10": ("CIFAR10", 10), "cifar100": ("CIFAR100", 100)}[config.name]
+    kind, num_classes = CIFAR[config.name]
     splits = [getattr(datasets, kind)(config.root, train, download=True) for train in (True, False)]
     train, test = (Labelled(_channels_first(s.data), torch.tensor(s.targets)) for s in splits)
     return _in_memory(config, train, test, num_classes)
