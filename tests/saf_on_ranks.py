@@ -29,9 +29,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from saltflat import MESA, SAF, OutputMemory, StickySampler, _capture, with_index
+from saltflat import MESA, SAF, OutputMemory, StickySampler, with_index
 from saltflat._match import MATCHES
 from saltflat.codecs import CODECS
+from saltflat.core import cuda_graph
 from saltflat.train.plan import Plan
 
 STARTED = {"lag": 2, "start_epoch": 2}
@@ -689,16 +690,16 @@ def what_was_sent_before_a_capture(ranks):
     saf = small(SAMPLES)()
     saf.set_epoch(0)
     saf(outputs(4, 0), torch.arange(4))
-    before = _capture.capturing
+    before = cuda_graph.capturing
     try:
-        _capture.capturing = lambda: True
+        cuda_graph.capturing = lambda: True
         expect(RuntimeError, "call saf.settle", saf, outputs(4, 1), torch.arange(4))
-        _capture.capturing = before
+        cuda_graph.capturing = before
         saf.settle()
-        _capture.capturing = lambda: True
+        cuda_graph.capturing = lambda: True
         saf(outputs(4, 1), torch.arange(4))
     finally:
-        _capture.capturing = before
+        cuda_graph.capturing = before
     assert saf.memory._arriving is None
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def record(body, pool=None):
-    """What `saltflat._capture.record` does."""
+    """What `saltflat.core.cuda_graph.record` does."""
     recording = _Recording()
     with recording:
         body()

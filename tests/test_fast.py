@@ -5,7 +5,7 @@ import pytest
 import tape
 import torch
 
-from saltflat import _capture
+from saltflat.core import cuda_graph
 from saltflat.train import (
     Config,
     DataConfig,
@@ -47,9 +47,9 @@ def recorded(monkeypatch):
     counts = {"recorded": 0, "replayed": 0}
 
     def record(body, pool):
-        monkeypatch.setattr(_capture, "capturing", lambda: True)
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
         replay = tape.record(body)
-        monkeypatch.setattr(_capture, "capturing", lambda: False)
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: False)
         counts["recorded"] += 1
 
         def counted():

@@ -12,8 +12,8 @@ from problems import dataset, network
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from saltflat import _capture
-from saltflat._perturb import displaced
+from saltflat.core import cuda_graph
+from saltflat.core.perturb import displaced
 from saltflat.landscape import (
     Surface,
     _evaluate,
@@ -197,9 +197,9 @@ def recorded(monkeypatch):
     replays = []
 
     def record(body, pool):
-        monkeypatch.setattr(_capture, "capturing", lambda: True)
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: True)
         replay = tape.record(body)
-        monkeypatch.setattr(_capture, "capturing", lambda: False)
+        monkeypatch.setattr(cuda_graph, "capturing", lambda: False)
         return lambda: replays.append(replay())
 
     monkeypatch.setattr(_evaluate, "can_record", lambda device: True)

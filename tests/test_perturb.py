@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from saltflat._batchnorm import frozen_running_stats
-from saltflat._perturb import displaced
+from saltflat.core.batchnorm import frozen_running_stats
+from saltflat.core.perturb import displaced
 
 
 def weights():

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat._capture import capturing
 from saltflat._convolution import Convolution, Folded, Refreshing, in_one_kernel
 from saltflat._traced import Program, can_fold
+from saltflat.core.cuda_graph import capturing
 
 
 class Folding:

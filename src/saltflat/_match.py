@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saltflat._ranks import world
+from saltflat.core.distributed import world
 
 MATCHES = ("none", "spread", "nearest")
 """By 1; so that it varies over the classes as much as the logits; the multiple at the least squared

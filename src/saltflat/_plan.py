@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat._average import Averaging
-from saltflat._ranks import local
+from saltflat.core.distributed import local
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """What an average that moves by 1 - decay a step cannot be kept in."""

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from saltflat import _capture
 from saltflat._sources import Ring, Staged
+from saltflat.core import cuda_graph
 from saltflat.exchange import Exchange
 from saltflat.memory import Location, OutputMemory
 
@@ -59,15 +59,15 @@ class ShardedMemory(OutputMemory):
         return self._exchange.fetch(stored, valid, cast(Tensor, location.places))
 
     def _send(self, rows: Tensor, stored: Tensor, keep: Tensor) -> None:
-        self._arriving = rows, self._exchange.give(stored, keep), _capture.capturing()
-        if _capture.capturing():
+        self._arriving = rows, self._exchange.give(stored, keep), cuda_graph.capturing()
+        if cuda_graph.capturing():
             self.settle()
 
     def settle(self) -> None:
         if self._arriving is None:
             return
         rows, arrived, recorded = self._arriving
-        if _capture.capturing() and not recorded:
+        if cuda_graph.capturing() and not recorded:
             raise RuntimeError(
                 "a step before this capture has sent outputs that have not arrived: call "
                 "saf.settle() before a CUDA graph is captured or replayed"

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saltflat._ranks import Group, world
+from saltflat.core.distributed import Group, world
 
 
 def block(num_samples: int, world_size: int, rank: int) -> range:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat import _capture, _match
+from saltflat import _match
 from saltflat._sources import Given
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
+from saltflat.core import cuda_graph
 from saltflat.teacher import EMATeacher
 
 
@@ -267,7 +268,7 @@ class _Ahead(NamedTuple):
         if self.side is not None:
             stream = torch.cuda.current_stream(self.side.device)
             stream.wait_stream(self.side)
-            if isinstance(self.reference, Tensor) and not _capture.capturing():
+            if isinstance(self.reference, Tensor) and not cuda_graph.capturing():
                 self.reference.record_stream(stream)
         return self.reference
 

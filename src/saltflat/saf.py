@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saltflat import _capture
-from saltflat._ranks import Group, world
 from saltflat._sharded import ShardedMemory
 from saltflat._term import ONE_LOGIT, TrajectoryTerm, can_fuse
+from saltflat.core import cuda_graph
+from saltflat.core.distributed import Group, world
 from saltflat.exchange import Exchange
 from saltflat.memory import OutputMemory
 
@@ -186,7 +186,7 @@ class SAF(TrajectoryTerm):
         self, exchange: Exchange, logits: Tensor, index: Tensor, started: bool
     ) -> Tensor:
         """Likewise, with several processes; the first call sees whether they are alike."""
-        if not (self._agreed or _capture.capturing()):
+        if not (self._agreed or cuda_graph.capturing()):
             exchange.agree(len(index), self._settings(), logits.device)
             self._agreed = True
         return self._compared(logits, index, started)

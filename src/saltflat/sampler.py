@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from saltflat._ranks import world
+from saltflat.core.distributed import world
 from saltflat.exchange import block
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat import _capture
-from saltflat._batchnorm import frozen_running_stats, running_layers
 from saltflat._folded import Folding
 from saltflat._plan import LOW_PRECISION, Plan, flat, slots
-from saltflat._ranks import Group, local, take_first_ranks, world
+from saltflat.core import cuda_graph
+from saltflat.core.batchnorm import frozen_running_stats, running_layers
+from saltflat.core.distributed import Group, local, take_first_ranks, world
 
 
 def decay_for_half_life(half_life_epochs: float, steps_per_epoch: int) -> float:
@@ -181,7 +181,7 @@ class EMATeacher(nn.Module):
             )
         if not self.frozen:
             self._average(plan)
-        elif not _capture.capturing():
+        elif not cuda_graph.capturing():
             self.before_replay()
         if several and not (self.frozen and self._alike):
             take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
@@ -192,7 +192,7 @@ class EMATeacher(nn.Module):
         averages, live = plan.averaged()
         if averages:
             known = None
-            if not _capture.capturing():
+            if not cuda_graph.capturing():
                 plan.prepare(averages, live)
                 known = 1 - self.next_decay()
                 self.before_replay()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saltflat._capture import record, tuned
+from saltflat.core.cuda_graph import record, tuned
 from saltflat.landscape._moving import Loss, Moving
 from saltflat.landscape.directions import Directions
 

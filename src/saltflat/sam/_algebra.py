@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from saltflat._perturb import add_scaled_
-from saltflat._ranks import local, sharded, summed
+from saltflat.core.distributed import local, sharded, summed
+from saltflat.core.perturb import add_scaled_
 
 
 def norm(tensors: list[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from saltflat import _capture
+from saltflat.core import cuda_graph
 
 RandomState = dict[str, Tensor]
 """By the device's name, so that it can go into a checkpoint."""
@@ -21,7 +21,7 @@ def random_state(parameters: Iterable[Tensor]) -> RandomState:
     """
     state = {"cpu": torch.get_rng_state()}
     gpus = {p.device for p in parameters if p.device.type == "cuda"}
-    if gpus and not _capture.capturing():
+    if gpus and not cuda_graph.capturing():
         state |= {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
     return state
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from saltflat import _capture
-from saltflat._batchnorm import frozen_running_stats
-from saltflat._perturb import displaced
+from saltflat.core import cuda_graph
+from saltflat.core.batchnorm import frozen_running_stats
+from saltflat.core.cuda_graph import RandomState, random_state, set_random_state
+from saltflat.core.perturb import displaced
 from saltflat.sam._algebra import copies
-from saltflat.sam._random import RandomState, random_state, set_random_state
 
 Gradients = tuple[list[Tensor], list[Tensor]]
 """Parameters, and the gradient of each."""
@@ -206,7 +206,7 @@ class SharpnessAware(Optimizer):
             finally:
                 self._base_steps = False
         torch.clear_autocast_cache()
-        if not _capture.capturing():
+        if not cuda_graph.capturing():
             self.steps += 1
         self._opt_called = True  # what a scheduler that was given the wrapper looks for
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat._ranks import local
+from saltflat.core.distributed import local
 from saltflat.sam._algebra import copies, norm
 from saltflat.sam._wrapper import SharpnessAware
 

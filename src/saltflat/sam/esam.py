@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat import _capture
-from saltflat.sam._random import random_state, set_random_state
+from saltflat.core import cuda_graph
+from saltflat.core.cuda_graph import random_state, set_random_state
 from saltflat.sam.sam import SAM
 
 
@@ -151,7 +151,7 @@ class ESAM(SAM):
         return joining or {id(choice.choice(parameters))}
 
     def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
-        if _capture.capturing():
+        if cuda_graph.capturing():
             return super()._moved()
         if self._joins is None:
             everyone = self._parameters()
@@ -163,7 +163,7 @@ class ESAM(SAM):
     def _directions(
         self, parameters: list[Tensor], gradients: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        if not _capture.capturing() or self.beta == 1:
+        if not cuda_graph.capturing() or self.beta == 1:
             return super()._directions(parameters, gradients)
         if self._joins is None:
             raise RuntimeError("take a step of ESAM before one is captured")

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saltflat._batchnorm import running_layers
-from saltflat._perturb import displaced
+from saltflat.core.batchnorm import running_layers
+from saltflat.core.perturb import displaced
 from saltflat.sharpness._unchanged import exact_float32, kept
 
 Policy = Literal["eval", "recalibrated", "batch"]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat._capture import tuned
+from saltflat.core.cuda_graph import tuned
 from saltflat.train.augment import TrainLoader
 from saltflat.train.config import Config, require
 from saltflat.train.data import Data, load_data

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from saltflat._capture import Replay, record, tuned
+from saltflat.core.cuda_graph import Replay, record, tuned
 from saltflat.train.augment import Batch, Draws, TrainLoader, augmented, statistics
 from saltflat.train.config import Config
 from saltflat.train.data import Data

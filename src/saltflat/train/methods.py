@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat import sam
-from saltflat._ranks import local
 from saltflat._term import TrajectoryTerm
+from saltflat.core.distributed import local
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
 from saltflat.sam._wrapper import SharpnessAware

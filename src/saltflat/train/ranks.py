@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from saltflat._ranks import world
+from saltflat.core.distributed import world
 from saltflat.train.config import Config, require
 
 T = TypeVar("T")

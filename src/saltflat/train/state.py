@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from saltflat._ranks import sharded, take_first_ranks
-from saltflat.sam._random import random_state, set_random_state
+from saltflat.core.cuda_graph import random_state, set_random_state
+from saltflat.core.distributed import sharded, take_first_ranks
 from saltflat.train.augment import RANK, stream
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config, require

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from saltflat.sam._random import RandomState, random_state, set_random_state
+from saltflat.core.cuda_graph import RandomState, random_state, set_random_state
 from saltflat.train.config import Config, require
 from saltflat.train.loop import Interrupted, Run, running, stopping
 from saltflat.train.ranks import device_of

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from saltflat._ranks import local
+from saltflat.core.distributed import local
 
 
 class displaced:  # noqa: N801 - used as a function: with displaced(...)
