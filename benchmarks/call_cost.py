@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from saltflat import SAF
-from saltflat.codecs import CODECS
+from saltflat.memory import CODECS
 
 CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")
@@ -60,7 +60,6 @@ def contenders(samples: int, classes: int, batch: int, folder: Path) -> dict[str
         kinds += [
             ("float16, with the logits, index on the GPU", {}, DEVICE),
             ("float16, host memory", {"device": "cpu"}, CPU),
-            ("float16, file", {"path": folder / "table"}, CPU),
         ]
     found = {"cross-entropy": Contender(lambda z, y, _: cross_entropy(z, y), order, batch)}
     for name, where, index_device in kinds:

@@ -1,35 +1,30 @@
 """Sharpness-aware training for free: SAF and MESA in three lines of any PyTorch loop."""
 
-# the loss
-from saltflat.trajectory import trajectory_loss
+# The two methods of the paper, and what a method of your own builds on.
+from saltflat.terms import MESA, SAF, Batch, TrajectoryTerm, trajectory_loss
 
-# the paper's two methods
-from saltflat.saf import SAF
-from saltflat.mesa import MESA
-from saltflat.dialects import mesa_dialect
+# Datasets and loaders whose samples carry their index.
+from saltflat.memory import indexed_loader, split_index, with_index, with_index_column
 
-# what they are compared with
-from saltflat import sam
-
-# what they are made of
-from saltflat.memory import OutputMemory
+# The moving average of a model.
 from saltflat.teacher import EMATeacher, decay_for_half_life
 
-# data that carries its index, and stays where its outputs are
-from saltflat.indexed import with_index
-from saltflat.sampler import StickySampler
+# The SAM family, to compare with.
+from saltflat import sam
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MESA",
     "SAF",
+    "Batch",
     "EMATeacher",
-    "OutputMemory",
-    "StickySampler",
+    "TrajectoryTerm",
     "decay_for_half_life",
-    "mesa_dialect",
+    "indexed_loader",
     "sam",
+    "split_index",
     "trajectory_loss",
     "with_index",
+    "with_index_column",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,13 +17,30 @@ from torch.optim import Optimizer
 
 from saltflat.core.registry import Part
 
-_ticks_withheld: ContextVar[bool] = ContextVar("ticks_withheld", default=False)
+_graphed = False
+"""Whether a `GraphedStep` runs: it ticks its parts itself."""
+
+
+def eager() -> bool:
+    """Whether a step runs line by line: neither in a `GraphedStep` nor traced by torch.compile."""
+    return not (_graphed or torch.compiler.is_compiling())
 
 
 def tick(part: Part) -> None:
-    """Call `part.tick()`, but not inside a `GraphedStep`, which calls it after each step."""
-    if not _ticks_withheld.get():
+    """Call `part.tick()` after an eager step; a `GraphedStep` does it itself."""
+    if eager():
         part.tick()
+
+
+@contextmanager
+def withhold_ticks() -> Iterator[None]:
+    """While entered, parts do not tick themselves."""
+    global _graphed
+    before, _graphed = _graphed, True
+    try:
+        yield
+    finally:
+        _graphed = before
 
 
 class GraphedStep:
@@ -79,11 +95,8 @@ class GraphedStep:
             tuple(part.graph_key() for part in self._parts),
             tuple((x.shape, x.dtype, x.device) for x in inputs),
         )
-        token = _ticks_withheld.set(True)
-        try:
+        with withhold_ticks():
             outputs = self._run(key, inputs)
-        finally:
-            _ticks_withheld.reset(token)
         for part in self._parts:
             part.tick()
         return outputs
@@ -140,11 +153,6 @@ class _Graph:
 
     def __init__(self, inputs: list[Tensor], outputs: Any, replay: Callable[[], None]) -> None:
         self.inputs, self.outputs, self.replay = inputs, outputs, replay
-
-
-def compiling() -> bool:
-    """Whether torch.compile is tracing this code."""
-    return torch.compiler.is_compiling()
 
 
 def capturing() -> bool:

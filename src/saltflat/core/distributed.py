@@ -77,3 +77,11 @@ def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | N
         torch._foreach_copy_(
             alike, [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]
         )
+
+
+def message_device(tensor: Tensor, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Where a tensor must be for the group's collectives: NCCL takes none on the CPU."""
+    backend = dist.get_backend(process_group)
+    if backend == "nccl" and not tensor.is_cuda:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if backend == "gloo" else tensor.device

@@ -42,7 +42,7 @@ class Float16(Codec):
 
     @staticmethod
     def encode(logits: Tensor) -> Tensor:
-        return logits.clamp(-_LIMIT, _LIMIT).to(torch.float16)
+        return logits.to(torch.float16).clamp_(-_LIMIT, _LIMIT)  # infinity becomes the limit
 
 
 class UInt8(Codec):

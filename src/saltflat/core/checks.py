@@ -1,0 +1,49 @@
+"""Checks of arguments, made once, where an object is built."""
+
+from __future__ import annotations
+
+import operator
+from math import inf, isfinite
+from typing import Any
+
+
+def whole_number(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: If it is not a whole number from `least` to `most`.
+
+    Example:
+        >>> whole_number("lag", 3, least=1)
+        3
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+    return number
+
+
+def real_number(name: str, value: Any, least: float = 0.0, *, above: bool = False) -> float:
+    """`value` as a finite float.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        least: The smallest number allowed.
+        above: Whether the number must be larger than `least`.
+
+    Raises:
+        ValueError: If it is not a finite number of at least `least`.
+
+    Example:
+        >>> real_number("weight", 1)
+        1.0
+    """
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -inf
+    if not isfinite(number) or number < least or (above and number == least):
+        bound = "above" if above else "at least"
+        raise ValueError(f"{name} must be a finite number {bound} {least:g}, got {value!r}")
+    return float(number)

@@ -1,0 +1,70 @@
+"""Controls for an honest comparison: SAF's loss without SAF's references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltflat.core.registry import register
+from saltflat.terms.base import Batch, TrajectoryTerm
+from saltflat.terms.saf import SAF
+
+
+@register("term", "saf_uniform", passes="1 + 1")
+class Uniform(TrajectoryTerm):
+    """SAF's loss toward the uniform distribution.
+
+    Args:
+        weight: See `SAF`.
+        temperature: See `SAF`.
+        start_epoch: See `SAF`.
+        tau_squared: See `SAF`.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: float = 0.3,
+        temperature: float = 5.0,
+        start_epoch: int = 5,
+        tau_squared: bool = True,
+    ) -> None:
+        super().__init__(
+            weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
+        )
+
+    def reference(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Equal logits for every row."""
+        return torch.zeros_like(outputs), torch.ones_like(outputs[:, 0], dtype=torch.bool)
+
+
+@register("term", "saf_shuffled", passes="1 + 1")
+class Shuffled(SAF):
+    """SAF that reads under a sample's index what another sample wrote there.
+
+    Args:
+        num_samples: See `SAF`.
+        num_classes: See `SAF`.
+        seed: Of the order, drawn anew for every epoch.
+        **settings: See `SAF`.
+    """
+
+    def __init__(
+        self, num_samples: int, num_classes: int, *, seed: int = 0, **settings: Any
+    ) -> None:
+        super().__init__(num_samples, num_classes, **settings)
+        self._seed = seed
+        self._order = torch.arange(num_samples, device="cpu")
+
+    def _begin(self, epoch: int) -> None:
+        super()._begin(epoch)
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        order = torch.randperm(len(self._order), generator=generator)
+        self._order.copy_(order)  # in place: a CUDA graph reads this tensor
+
+    def _known(self, index: Tensor, outputs: Tensor) -> Tensor:
+        if self._order.device != index.device:
+            self._order = self._order.to(index.device)
+        return super()._known(self._order[index], outputs)
