@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saltflat._folded import Folding
 from saltflat.landscape.directions import Directions
+from saltflat.teacher import FoldedTwin
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _CPU_ROWS = 128
@@ -56,18 +56,18 @@ class Moving:
             if batchnorm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.train()
                 module.track_running_stats = False
-        self._folding: Folding | None = None
+        self._twin: FoldedTwin | None = None
         if fold and batchnorm == "eval":
             with suppress(ValueError):  # nothing to fold, or no way to trace it: the model runs
-                self._folding = Folding(self._model)
-        self.folds = self._folding is not None
+                self._twin = FoldedTwin(self._model)
+        self.folds = self._twin is not None
 
     def move(self, place: Tensor) -> None:
         """Make the weights of a place."""
         for run in self._runs:
             run.move(place)
-        if self._folding is not None:
-            self._folding.outdate()
+        if self._twin is not None:
+            self._twin.refresh()
 
     def losses(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The mean loss of all rows, and how many answers are right where these are classes."""
@@ -77,10 +77,7 @@ class Moving:
 
     def _batch(self, x: Tensor, y: Tensor, share: float) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, self._half, cache_enabled=False):
-            twin = None
-            if self._folding is not None:
-                twin = self._folding.twin(self._model, (x,), {})
-            outputs = self._model(x) if twin is None else twin(x)
+            outputs = self._model(x) if self._twin is None else self._twin(x)
         outputs = outputs.float() if self._half else outputs
         loss = self._loss_fn(outputs, y).to(self.dtype)
         right = torch.full_like(loss, torch.nan)
