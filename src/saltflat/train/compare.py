@@ -97,10 +97,8 @@ def compare(
         )
     folder = Path(folder)
     configs = {m.name: dataclasses.replace(config, method=m) for m in methods}
-    for name, one in configs.items():
+    for one in configs.values():
         check_method(one.method)
-        if "path" in one.method.settings:
-            raise ValueError(f"{name}'s path would be shared by all its runs: leave it out")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # speeds, and what is told of them, as of one of the jobs
