@@ -27,9 +27,9 @@ from saltflat.train.together import fit_together
 
 def config(method: str = "base", **changes) -> Config:
     known = METHODS[method].settings()
-    # A small rho for MSAM: from three times that, rounding becomes another run in a few steps.
+    # Small settings for LookSAM and MSAM: else rounding becomes another run in a few steps.
     early = {"lag": 1, "start_epoch": 1}
-    early |= {"looksam": {"interval": 2}, "msam": {"rho": 0.1}}.get(method, {})
+    early |= {"looksam": {"interval": 2, "alpha": 0.1}, "msam": {"rho": 0.1}}.get(method, {})
     settings = {name: value for name, value in early.items() if name in known}
     base = Config(
         data=DataConfig(train_size=160, batch_size=16, augment="basic", cutout=3),
@@ -71,7 +71,7 @@ def same_figures(folder, other, rel=1e-4):
         assert row["accuracy"] == pytest.approx(expected["accuracy"], abs=0.07)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "esam"])
 def test_recorded_steps_are_plain_steps(method, recorded, tmp_path, monkeypatch):
     run = fit(config(method), tmp_path / "recorded")
     kinds = 2 if "start_epoch" in METHODS[method].settings() or method == "looksam" else 1
@@ -155,7 +155,7 @@ def _updates(state):
     return counted, {name: int(value.flatten()[0]) for name, value in extra.items()}
 
 
-@pytest.mark.parametrize("method", ["looksam", "esam", "saf", "mesa"])
+@pytest.mark.parametrize("method", ["looksam", "saf", "mesa"])
 def test_a_recorded_run_goes_on_where_it_stopped(method, recorded, tmp_path):
     fit(config(method), tmp_path / "straight")
     with pytest.raises(Interrupted):
@@ -200,7 +200,7 @@ def test_what_cannot_be_recorded_is_run_plainly_and_said(recorded, tmp_path, mon
         ({"data": DataConfig(mixup=0.2)}, "mixup is chosen"),
         ({"data": DataConfig(augment="inception")}, "resizes images one by one"),
         ({"method": MethodConfig("saf", {"device": "cpu"})}, "saf stores outputs in host memory"),
-        ({"method": MethodConfig("saf", {"path": "x"})}, "saf stores outputs in host memory"),
+        ({"method": MethodConfig("esam")}, "esam chooses tensors and rows in Python"),
         ({}, None),
     ],
 )
