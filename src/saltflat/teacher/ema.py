@@ -152,9 +152,9 @@ class EMATeacher(nn.Module):
             if averages[name] is not ours[name]:
                 rounded.append((own, average))
                 new = new.to(average.dtype)
-            is_buffer = not isinstance(ours[name], nn.Parameter)
-            variance = self.average_std and is_buffer and name.endswith("running_var")
-            (variances if variance else plain).append((average, new))
+            variance = self.average_std and name.endswith("running_var")
+            by_root = variance and not isinstance(ours[name], nn.Parameter)
+            (variances if by_root else plain).append((average, new))
         if plain:
             self._lerp(*zip(*plain, strict=True))
         if variances:
