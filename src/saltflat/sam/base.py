@@ -222,8 +222,8 @@ class SharpnessAware(Optimizer):
                 overflow in either pass.
 
         Raises:
-            RuntimeError: Without `first_step`, without a backward pass since then, or if the
-                weights were changed since then. The weights are then those before `first_step`.
+            RuntimeError: Without `first_step`, or without a backward pass since then, or if the
+                weights were changed since then. What had moved is then back.
         """
         if not self._first_step_done:
             raise RuntimeError("second_step needs first_step before it, which was not called")
@@ -236,14 +236,14 @@ class SharpnessAware(Optimizer):
         """Give up a step between `first_step` and `second_step` and return to w.
 
         Raises:
-            RuntimeError: If the weights were changed since `first_step`; they are w again.
+            RuntimeError: If the weights were changed since `first_step`.
         """
         overwritten = self._displacement is not None and self._displacement.overwritten()
         self._restore()
         if overwritten:
             raise RuntimeError(
-                "the weights were changed between first_step and second_step, which has been "
-                "undone: load a state before first_step or after second_step"
+                "the weights were changed between first_step and second_step; those that had "
+                "moved are back: load a state before first_step or after second_step"
             )
 
     def frozen_running_stats(self) -> frozen_running_stats:

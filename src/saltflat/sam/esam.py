@@ -126,15 +126,15 @@ class ESAM(SAM):
 
         return self._pass(mean_backward)
 
-    def _joining(self) -> set[int]:
-        """The ids of the parameters that join this step's climb; the same on every rank."""
+    def joining(self) -> set[int]:
+        """The ids of the parameters that join the next climb; the same on every rank."""
         parameters = [p for p in self._parameters() if p.requires_grad]
         choice = random.Random(f"{self.seed} {self.steps}")
         joining = {id(p) for p in parameters if choice.random() < self.beta}
         return joining or {id(choice.choice(parameters))}
 
     def _moved(self) -> Gradients:
-        joining = self._joining()
+        joining = self.joining()
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
 
