@@ -63,7 +63,7 @@ def test_an_enclosing_autocast_sees_the_move():
 def test_nothing_to_move():
     with displaced([], []):
         pass
-    with pytest.raises(ValueError, match="offsets.*got 1 for 0"):
+    with pytest.raises(ValueError, match=r"offsets.*got 1 for 0"):
         displaced([], [torch.ones(1)])
 
 
@@ -81,6 +81,6 @@ def test_a_write_inside_is_noticed_until_the_exit():
 
 def test_offsets_of_another_shape_move_nothing():
     first, second = torch.zeros(2), torch.zeros(2)
-    with pytest.raises(ValueError, match="offsets.*shape.*got 2 for 2"):
+    with pytest.raises(ValueError, match=r"offsets.*shape.*got 2 for 2"):
         displaced([first, second], [torch.ones(2), torch.ones(3)])
     assert first.tolist() == [0, 0]

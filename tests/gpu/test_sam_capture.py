@@ -39,7 +39,7 @@ def test_esam_refuses_a_cuda_graph():
     model, optimizer, step = build(WRAPPERS["esam"])
     assert isinstance(optimizer, ESAM)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="ESAM.*without a GraphedStep"):
+    with pytest.raises(RuntimeError, match=r"ESAM.*without a GraphedStep"):
         GraphedStep(step, [optimizer])(*(tensor[:16].cuda() for tensor in dataset().tensors))
     for now, then in zip(model.parameters(), before, strict=True):
         assert torch.equal(now, then)

@@ -233,7 +233,7 @@ def test_a_graphed_step_counts_and_trains_as_a_plain_one(wrapper):
 
         batches = [dataset(seed).tensors for seed in range(7)]
         if graphed and isinstance(optimizer, ESAM):
-            with pytest.raises(RuntimeError, match="ESAM.*without a GraphedStep"):
+            with pytest.raises(RuntimeError, match=r"ESAM.*without a GraphedStep"):
                 GraphedStep(step, [optimizer])(*batches[0])
             return
         taken = GraphedStep(step, [optimizer]) if graphed else step
@@ -303,5 +303,5 @@ def test_a_base_that_is_no_optimizer_is_refused(method, base):
 def test_a_groups_rho_of_a_wrong_type_is_refused():
     model = network()
     groups = [{"params": model.parameters(), "rho": "0.1"}]
-    with pytest.raises(TypeError, match="rho.*got '0.1'"):
+    with pytest.raises(TypeError, match=r"rho.*got '0.1'"):
         SAM(torch.optim.SGD(groups, lr=0.1))

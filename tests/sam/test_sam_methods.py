@@ -327,7 +327,7 @@ def test_msam_looks_for_the_momentum():
     closure = WRAPPERS["msam"].closure(optimizer, model, x, y)
     optimizer.step(closure)
     before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="Renamed.*momentum_buffer, exp_avg"):
+    with pytest.raises(RuntimeError, match=r"Renamed.*momentum_buffer, exp_avg"):
         optimizer.step(closure)
     assert torch.equal(model.weight, before)
 

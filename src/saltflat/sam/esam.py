@@ -75,15 +75,14 @@ class ESAM(SAM):
     def _step(self, closure: Callable[..., Tensor]) -> Tensor:
         before = random_state(self._parameters())
         losses = self._rows_pass(closure, None)  # L(w) of each row, and g
-        with self._or_restore():
-            if self.first_step(losses):  # climb to w + e(w)
-                with self._second_pass(before):
-                    rows = None
-                    if self.gamma < 1:
-                        rows = self.select(closure(None))  # by L(w + e(w)) - L(w)
-                        set_random_state(before)
-                    self._rows_pass(closure, rows)
-            self._update(self._restore())
+        if self.first_step(losses):  # climb to w + e(w)
+            with self._second_pass(before):
+                rows = None
+                if self.gamma < 1:
+                    rows = self.select(closure(None))  # by L(w + e(w)) - L(w)
+                    set_random_state(before)
+                self._rows_pass(closure, rows)
+        self._update(self._restore())
         return losses.mean()
 
     @torch.no_grad()
