@@ -1,4 +1,4 @@
-"""displaced: evaluate at w + e, and return to w bit for bit."""
+"""displaced: evaluate at w + e, and return to exactly w."""
 
 from __future__ import annotations
 

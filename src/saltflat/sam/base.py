@@ -72,7 +72,7 @@ class SharpnessAware(Optimizer):
                 "m_sharpness needs model= to be the DistributedDataParallel in training, got "
                 f"{type(model).__name__}"
             )
-        # What Optimizer.__init__ sets up, except param_groups and state, which the base has.
+        # As Optimizer.__init__, except for param_groups and state, which are the base's.
         super().__setstate__({"defaults": base_optimizer.defaults})
         self.base_optimizer, self.model = base_optimizer, cast(Any, model)
         self.rho, self.interval, self.m_sharpness = rho, interval, m_sharpness
@@ -83,7 +83,7 @@ class SharpnessAware(Optimizer):
         for group in ({"rho": rho}, *self.param_groups):
             self._check_group(group)
 
-    # What belongs to the base optimizer.
+    # The base optimizer's.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -242,7 +242,7 @@ class SharpnessAware(Optimizer):
         """The context for a second pass, which leaves BatchNorm statistics alone."""
         return frozen_running_stats(self.model)
 
-    # What a method defines.
+    # Hooks for a method.
 
     def _moved(self) -> Gradients:
         """The parameters that climb and their gradients; by default all that have one."""
