@@ -1,9 +1,8 @@
-"""displaced: evaluate at w + e, and return to w bit for bit."""
+"""displaced: evaluate at w + e, and return to exactly w."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -14,9 +13,8 @@ from saltflat.core.distributed import local
 class displaced:  # noqa: N801 - used as a function: with displaced(...)
     """Add offsets to the parameters inside the context.
 
-    On exit the parameters are copied back from a saved copy, also when the body raises. So they
-    return exactly, in the same storage. Contexts may be nested, also on the same parameters, and
-    one context may be entered again.
+    On exit a saved copy is written back, also when the body raises. So the parameters return
+    exactly, in the same storage. Contexts may be nested, and one context may be entered again.
 
     Args:
         parameters: Tensors to move in place. Of a sharded one, each rank moves its part.
@@ -62,12 +60,7 @@ class displaced:  # noqa: N801 - used as a function: with displaced(...)
         return bool(self._saved) and self._versions != [p._version for p in self._saved[-1][0]]
 
     @torch.no_grad()
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._saved:
             torch._foreach_copy_(*self._saved[-1])
             self._saved.pop()

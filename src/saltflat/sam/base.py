@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from saltflat.core.cuda_graph import RandomState, random_state, set_random_state
 from saltflat.core.distributed import local, sharded, summed
 from saltflat.core.perturb import displaced
 
-Gradients = tuple[list[Tensor], list[Tensor]]
-"""Parameters, and the gradient of each."""
+Gradients = tuple[list[Tensor], list[Tensor]]  # parameters, and the gradient of each
 
 
 class SharpnessAware(Optimizer):
@@ -47,8 +46,7 @@ class SharpnessAware(Optimizer):
         ValueError: If an argument is out of its range.
     """
 
-    _keeps_gradients = False
-    """Whether `_combine` needs the gradients of the first pass."""
+    _keeps_gradients = False  # whether `_combine` needs the gradients of the first pass
 
     def __init__(
         self,
@@ -74,22 +72,18 @@ class SharpnessAware(Optimizer):
                 "m_sharpness needs model= to be the DistributedDataParallel in training, got "
                 f"{type(model).__name__}"
             )
-        # What Optimizer.__init__ sets up, except param_groups and state, which the base has.
+        # As Optimizer.__init__, except for param_groups and state, which are the base's.
         super().__setstate__({"defaults": base_optimizer.defaults})
-        self.base_optimizer = base_optimizer
-        self.rho = rho
-        self.interval = interval
-        self.model: Any = model
-        self.m_sharpness = m_sharpness
+        self.base_optimizer, self.model = base_optimizer, cast(Any, model)
+        self.rho, self.interval, self.m_sharpness = rho, interval, m_sharpness
         self.steps = 0
-        self._first_step_done = False
-        self._base_steps = False
+        self._first_step_done = self._base_steps = False
         self._displacement: displaced | None = None
         self._first: Gradients = ([], [])
         for group in ({"rho": rho}, *self.param_groups):
             self._check_group(group)
 
-    # What belongs to the base optimizer.
+    # The base optimizer's.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -133,11 +127,11 @@ class SharpnessAware(Optimizer):
 
     @property
     def climbs(self) -> bool:
-        """Whether the next step climbs."""
+        """Whether the next step climbs: every `interval`-th does."""
         return self.steps % self.interval == 0
 
     def graph_key(self) -> bool:
-        """Steps that climb and steps that do not need a CUDA graph each."""
+        """Steps that climb and steps that do not are a CUDA graph each."""
         return self.climbs
 
     def tick(self) -> None:
@@ -164,27 +158,27 @@ class SharpnessAware(Optimizer):
             The loss of the first call.
 
         Raises:
-            RuntimeError: Without a closure, or if it runs no backward pass. The weights are then
-                as they were.
+            RuntimeError: Without a closure or its backward pass; the weights are as they were.
         """
         if self._base_steps:  # a GradScaler calls this from second_step
             return self.base_optimizer.step()  # type: ignore[return-value]
         if closure is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step needs a closure that computes the loss (see its "
-                "documentation); or call first_step and second_step"
-            )
-        return self._step(closure)
+            name = type(self).__name__
+            raise RuntimeError(f"{name}.step needs a closure; or use first_step and second_step")
+        try:
+            return self._step(closure)
+        except BaseException:  # an interrupt included
+            self._restore()
+            raise
 
     def _step(self, closure: Callable[..., Tensor]) -> Tensor:
         before = random_state(self._parameters())
         with self.model.no_sync() if self.m_sharpness and self.climbs else nullcontext():
             loss = self._pass(closure)  # g, the gradient at w
-        with self._or_restore():
-            if self.first_step():  # climb to the local maximum w + e(w)
-                with self._second_pass(before):
-                    self._pass(closure)  # the gradient at w + e(w)
-            self._update(self._restore())  # return to w; the base optimizer steps
+        if self.first_step():  # climb to the local maximum w + e(w)
+            with self._second_pass(before):
+                self._pass(closure)  # the gradient at w + e(w)
+        self._update(self._restore())  # return to w; the base optimizer steps
         return loss
 
     @torch.no_grad()
@@ -192,8 +186,8 @@ class SharpnessAware(Optimizer):
         """Climb along the gradients of the first pass, which may be scaled, and drop them.
 
         Returns:
-            Whether a second pass is needed. If so, run forward and backward again inside
-            `with optimizer.frozen_running_stats():`. Call `second_step` in either case.
+            Whether a second pass is needed, inside `with optimizer.frozen_running_stats():`.
+            Call `second_step` in either case.
 
         Raises:
             RuntimeError: If it is called twice, or there is no gradient.
@@ -201,8 +195,7 @@ class SharpnessAware(Optimizer):
         if self._first_step_done:
             raise RuntimeError("first_step was called twice: finish the step with second_step")
         parameters, gradients = self._moved()
-        climbs = self.climbs
-        if climbs:
+        if self.climbs:
             if self._keeps_gradients:
                 self._first = parameters, list(torch._foreach_mul(gradients, 1))
             if parameters:
@@ -210,20 +203,19 @@ class SharpnessAware(Optimizer):
             for parameter in self._parameters():
                 parameter.grad = None
         self._first_step_done = True
-        return climbs
+        return self.climbs
 
     @torch.no_grad()
     def second_step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Return to w, and let the base optimizer step with the gradients of the second pass.
 
         Args:
-            scaler: The GradScaler that scaled the losses, if any. It unscales the gradients,
-                unless `scaler.unscale_(optimizer)` did so before. It skips the step after an
-                overflow in either pass.
+            scaler: What scaled the losses, if anything did. It unscales the gradients, unless
+                `scaler.unscale_(optimizer)` did, and skips the step after an overflow.
 
         Raises:
-            RuntimeError: Without `first_step`, without a backward pass since then, or if the
-                weights were changed since then. The weights are then those before `first_step`.
+            RuntimeError: Without `first_step`, or if since then there was no backward pass or
+                the weights were changed. What had moved is then back.
         """
         if not self._first_step_done:
             raise RuntimeError("second_step needs first_step before it, which was not called")
@@ -236,21 +228,21 @@ class SharpnessAware(Optimizer):
         """Give up a step between `first_step` and `second_step` and return to w.
 
         Raises:
-            RuntimeError: If the weights were changed since `first_step`; they are w again.
+            RuntimeError: If the weights were changed since `first_step`.
         """
         overwritten = self._displacement is not None and self._displacement.overwritten()
         self._restore()
         if overwritten:
             raise RuntimeError(
-                "the weights were changed between first_step and second_step, which has been "
-                "undone: load a state before first_step or after second_step"
+                "the weights were changed between first_step and second_step; those that had "
+                "moved are back: load a state before first_step or after second_step"
             )
 
     def frozen_running_stats(self) -> frozen_running_stats:
         """The context for a second pass, which leaves BatchNorm statistics alone."""
         return frozen_running_stats(self.model)
 
-    # What a method defines.
+    # Hooks for a method.
 
     def _moved(self) -> Gradients:
         """The parameters that climb and their gradients; by default all that have one."""
@@ -259,15 +251,13 @@ class SharpnessAware(Optimizer):
     def _directions(
         self, parameters: list[Tensor], gradients: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """Directions d, one for each parameter, and a length l: e(w) = rho * d / l."""
+        """Directions d, one for each parameter, and a length l: e(w) = rho d / l."""
         raise NotImplementedError
 
     def _combine(self, first: Gradients, scaler: torch.amp.GradScaler | None) -> None:
         """Change the gradients of the last pass before the base optimizer sees them.
 
-        Args:
-            first: The gradients of the first pass, if `_keeps_gradients` and the step climbed.
-            scaler: What scaled the losses. The gradients may have overflowed.
+        `first` has those of the first pass, if `_keeps_gradients` and the step climbed.
         """
 
     def _method_state(self) -> dict[str, Any]:
@@ -308,13 +298,11 @@ class SharpnessAware(Optimizer):
         """Move from w to w + e(w)."""
         directions, length = self._directions(parameters, gradients)
         direction_of = dict(zip(parameters, directions, strict=True))
-        moved: list[Tensor] = []
-        offsets: list[Tensor] = []
+        offsets: list[Tensor] = []  # e(w), in the order of the groups, as the parameters are
         for group in self.param_groups:
-            members = [p for p in group["params"] if p in direction_of]
-            moved += members
-            offsets += scaled([direction_of[p] for p in members], self._rho(group) / length)
-        self._displacement = displaced(moved, offsets)
+            members = [direction_of[p] for p in group["params"] if p in direction_of]
+            offsets += scaled(members, self._rho(group) / length)
+        self._displacement = displaced(parameters, offsets)
         self._displacement.__enter__()
 
     def _restore(self) -> Gradients:
@@ -325,15 +313,6 @@ class SharpnessAware(Optimizer):
         if displacement is not None:
             displacement.__exit__()
         return first
-
-    @contextmanager
-    def _or_restore(self) -> Iterator[None]:
-        """Return to w after any error, an interrupt included."""
-        try:
-            yield
-        except BaseException:
-            self._restore()
-            raise
 
     def _update(self, first: Gradients, scaler: torch.amp.GradScaler | None = None) -> None:
         """Let the base optimizer step with the gradients that the last pass left."""
@@ -363,10 +342,7 @@ class SharpnessAware(Optimizer):
 
 
 def norm(tensors: list[Tensor]) -> Tensor:
-    """The Euclidean norm of all tensors as one vector, in at least float32.
-
-    Of sharded tensors it is the norm of the whole.
-    """
+    """The Euclidean norm of all tensors, sharded or not, as one vector; in at least float32."""
     dtype = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
     parts = torch._foreach_norm(local(tensors), 2, dtype=dtype)
     length = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))

@@ -75,15 +75,14 @@ class ESAM(SAM):
     def _step(self, closure: Callable[..., Tensor]) -> Tensor:
         before = random_state(self._parameters())
         losses = self._rows_pass(closure, None)  # L(w) of each row, and g
-        with self._or_restore():
-            if self.first_step(losses):  # climb to w + e(w)
-                with self._second_pass(before):
-                    rows = None
-                    if self.gamma < 1:
-                        rows = self.select(closure(None))  # by L(w + e(w)) - L(w)
-                        set_random_state(before)
-                    self._rows_pass(closure, rows)
-            self._update(self._restore())
+        if self.first_step(losses):  # climb to w + e(w)
+            with self._second_pass(before):
+                rows = None
+                if self.gamma < 1:
+                    rows = self.select(closure(None))  # by L(w + e(w)) - L(w)
+                    set_random_state(before)
+                self._rows_pass(closure, rows)
+        self._update(self._restore())
         return losses.mean()
 
     @torch.no_grad()
@@ -126,15 +125,15 @@ class ESAM(SAM):
 
         return self._pass(mean_backward)
 
-    def _joining(self) -> set[int]:
-        """The ids of the parameters that join this step's climb; the same on every rank."""
+    def joining(self) -> set[int]:
+        """The ids of the parameters that join the next climb; the same on every rank."""
         parameters = [p for p in self._parameters() if p.requires_grad]
         choice = random.Random(f"{self.seed} {self.steps}")
         joining = {id(p) for p in parameters if choice.random() < self.beta}
         return joining or {id(choice.choice(parameters))}
 
     def _moved(self) -> Gradients:
-        joining = self._joining()
+        joining = self.joining()
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
 

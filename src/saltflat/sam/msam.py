@@ -66,10 +66,9 @@ class MSAM(SharpnessAware):
             )
 
     def _step(self, closure: Callable[..., Tensor]) -> Tensor:
-        with self._or_restore():
-            self.first_step()  # climb to w + e(w)
-            loss = self._pass(closure)  # the gradient there
-            self._update(self._restore())  # return to w; the base optimizer steps
+        self.first_step()  # climb to w + e(w)
+        loss = self._pass(closure)  # the gradient there
+        self._update(self._restore())  # return to w; the base optimizer steps
         return loss
 
     def _moved(self) -> Gradients:
