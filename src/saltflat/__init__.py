@@ -6,7 +6,6 @@ from saltflat.trajectory import trajectory_loss
 # the paper's two methods
 from saltflat.saf import SAF
 from saltflat.mesa import MESA
-from saltflat.dialects import mesa_dialect
 
 # what they are compared with
 from saltflat import sam
@@ -28,7 +27,6 @@ __all__ = [
     "OutputMemory",
     "StickySampler",
     "decay_for_half_life",
-    "mesa_dialect",
     "sam",
     "trajectory_loss",
     "with_index",

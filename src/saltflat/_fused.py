@@ -5,10 +5,7 @@ row's loss and its gradient, both before the mean. `finish` knows how many rows 
 scales the gradients, sums the loss, and encodes the outputs into the memory. Two launches, because
 no row may be written before all are read: a sample may be in a batch twice.
 
-References that are to be matched to the logits need their sums first, which `products` has row by
-row.
-
-The numbers are those of `trajectory_loss`, `OutputMemory`, `_match` and the codecs, to rounding;
+The numbers are those of `trajectory_loss`, `OutputMemory` and the codecs, to rounding;
 what is stored is the same to the bit.
 """
 
@@ -20,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from saltflat._kernels import compare, finish, products
-from saltflat._sources import Given, Ring, Staged
+from saltflat._kernels import compare, finish
+from saltflat._sources import Ring, Staged
 
 MOST_CLASSES = 8192
 """A program holds its row in registers; longer rows are PyTorch's."""
@@ -48,19 +45,6 @@ def _is_here(device: torch.device) -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def match_sums(reference: Tensor, logits: Tensor, match: str) -> Tensor:
-    """`_match.sums` of this process."""
-    batch, classes = logits.shape
-    rows = torch.empty((2, batch), dtype=torch.float32, device=logits.device)
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    block, warps = _shape(classes)
-    products[(batch,)](
-        logits, reference, rows, logits.stride(0), batch, classes, block, match, num_warps=warps
-    )
-    return rows.sum(1)
-
-
 def _shape(classes: int) -> tuple[int, int]:
     """Numbers and warps of a program that holds a row."""
     block = triton.next_power_of_2(classes)
@@ -69,7 +53,7 @@ def _shape(classes: int) -> tuple[int, int]:
 
 def weighted_loss(
     logits: Tensor,
-    source: Ring | Staged | Given,
+    source: Ring | Staged,
     nonfinite: Tensor,
     *,
     weight: float,
@@ -107,7 +91,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        source: Ring | Staged | Given,
+        source: Ring | Staged,
         rows: Tensor,
         nonfinite: Tensor,
         temperature: float,
@@ -117,22 +101,19 @@ class _Fused(torch.autograd.Function):
         batch, classes = logits.shape
         pulls = rows.new_empty(logits.shape if started else (1,))
         loss = rows.new_empty(())
-        samples, storage, match = 0, "float32", "none"
-        stamps = index = clock = into = sums = logits  # where a kernel does not look
+        samples = 0
+        index = clock = logits  # where a kernel does not look
         if source.mode == "ring":
             table, stamps, clock, index, samples, storage, _ = source
             into = table
-        elif source.mode == "staged":
-            table, stamps, into, _, storage, _ = source
         else:
-            table, match = source.reference, source.match
-            sums = logits if source.sums is None else source.sums
+            table, stamps, into, _, storage, _ = source
         block, warps = _shape(classes)
         sizes = (logits.stride(0), batch, classes, samples)
         modes = (block, storage, source.mode, started)
         compare[(batch,)](
-            logits, table, stamps, index, clock, pulls, rows, sums, *sizes, temperature, *modes,
-            match, num_warps=warps,
+            logits, table, stamps, index, clock, pulls, rows, *sizes, temperature, *modes,
+            num_warps=warps,
         )  # fmt: skip
         finish[(batch,)](
             logits, into, stamps, index, clock, pulls, rows, loss, nonfinite, *sizes,

@@ -1,40 +1,14 @@
-"""What runs on the GPU, in Triton: `_fused`, `_average` and `_convolution` say what for."""
+"""What runs on the GPU, in Triton: `_fused` says what for."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["batch"])
-def products(
-    logits, reference, rows, stride, batch, classes, BLOCK: tl.constexpr, MATCH: tl.constexpr
-):  # fmt: skip
-    """Of each row the two numbers that `_match.sums` adds up."""
-    i = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < classes
-    x = _centred(logits + i * stride + column, mask, classes)
-    y = _centred(reference + i * classes + column, mask, classes)
-    if MATCH == "spread":
-        want, have = tl.sum(x * x, 0) / classes, tl.sum(y * y, 0) / classes
-    else:
-        want, have = tl.sum(x * y, 0), tl.sum(y * y, 0)
-    finite = (tl.abs(want) < float("inf")) & (have < float("inf"))
-    tl.store(rows + i, tl.where(finite, want, 0.0))
-    tl.store(rows + batch + i, tl.where(finite, have, 0.0))
-
-
-@triton.jit
-def _centred(at, mask, classes):
-    x = tl.load(at, mask, other=0.0).to(tl.float32)
-    return tl.where(mask, x - tl.sum(x, 0) / classes, 0.0)
-
-
-@triton.jit(do_not_specialize=["batch"])
 def compare(
-    logits, table, stamps, index, clock, pulls, rows, sums,
+    logits, table, stamps, index, clock, pulls, rows,
     stride, batch, classes, samples, temperature,
     BLOCK: tl.constexpr, STORAGE: tl.constexpr, MODE: tl.constexpr, STARTED: tl.constexpr,
-    MATCH: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -52,11 +26,6 @@ def compare(
         if MODE == "staged":
             valid = valid & (tl.load(stamps + i) != 0)
         y = _decoded(table, row, column, mask, classes, STORAGE)
-        if MATCH != "none":
-            y *= _multiple(sums, MATCH)
-        if MODE == "given":
-            finite = finite & _all_finite(y)
-            valid = finite
         q, log_q = _softened(x, mask, temperature)
         p, log_p = _softened(y, mask, temperature)
         loss = tl.sum(tl.where(mask, p * (log_p - log_q), 0.0), 0)
@@ -102,28 +71,19 @@ def finish(
     if STARTED:
         at = pulls + i * classes + column
         tl.store(at, tl.load(at, mask, other=0.0) * (pull_scale * share), mask)
-    if MODE != "given":
-        row = i
+    row = i
+    if MODE == "ring":
+        row = tl.load(clock) + sample
+    if keep:
+        x = tl.load(logits + i * stride + column, mask, other=0.0).to(tl.float32)
+        _encode(table, row, column, mask, x, classes, STORAGE)
         if MODE == "ring":
-            row = tl.load(clock) + sample
-        if keep:
-            x = tl.load(logits + i * stride + column, mask, other=0.0).to(tl.float32)
-            _encode(table, row, column, mask, x, classes, STORAGE)
-            if MODE == "ring":
-                tl.store(stamps + row, tl.load(clock + 1).to(tl.int32))
+            tl.store(stamps + row, tl.load(clock + 1).to(tl.int32))
     if i == 0:
         tl.store(loss, total * (loss_scale * share) if STARTED else 0.0)
         tl.store(nonfinite, tl.load(nonfinite) + lost)
         if MODE == "ring":
             tl.store(clock + 3, tl.load(clock + 3) + outside)
-
-
-@triton.jit
-def _multiple(sums, MATCH: tl.constexpr):
-    """As `_match.multiple` has it."""
-    ratio = tl.load(sums) / tl.load(sums + 1)
-    ratio = tl.maximum(tl.where(tl.abs(ratio) < float("inf"), ratio, 1.0), 0.0)
-    return tl.sqrt(ratio) if MATCH == "spread" else ratio
 
 
 @triton.jit
@@ -190,87 +150,3 @@ def _put_float(first, value):
     bits = value.to(tl.uint32, bitcast=True)
     for k in tl.static_range(4):
         tl.store(first + k, ((bits >> (8 * k)) & 255).to(tl.uint8))
-
-
-@triton.jit
-def average(
-    averages, lives, sizes, variances, tensor_of, start_of, weight,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """v += weight (x - v) as torch.lerp has it, of variances for their roots; a block of one of the
-    tensors in each program."""
-    program = tl.program_id(0)
-    k = tl.load(tensor_of + program)
-    start = tl.multiple_of(tl.load(start_of + program), BLOCK)
-    size = tl.load(sizes + k)
-    v = _pointer(averages + k, tl.pointer_type(tl.float32), ALIGNED)
-    x = _pointer(lives + k, tl.pointer_type(tl.float32), ALIGNED)
-    w = tl.load(weight)
-    near, far = w.to(tl.float32), (1 - w).to(tl.float32)
-    at = start + tl.arange(0, BLOCK)
-    if tl.load(variances + k):
-        mask = at < size
-        old, new = tl.load(v + at, mask, other=0.0), tl.load(x + at, mask, other=0.0)
-        root = _lerp(tl.sqrt_rn(old), tl.sqrt_rn(new), near, far)
-        tl.store(v + at, root * root, mask)
-    # A mask of unknown shape forbids loads of 16 bytes, and most blocks need none.
-    elif start + BLOCK <= size:
-        tl.store(v + at, _lerp(tl.load(v + at), tl.load(x + at), near, far))
-    else:
-        mask = at < size
-        old, new = tl.load(v + at, mask, other=0.0), tl.load(x + at, mask, other=0.0)
-        tl.store(v + at, _lerp(old, new, near, far), mask)
-
-
-@triton.jit
-def fold(
-    weights, biases, gammas, betas, means, variances, outputs, output_biases,
-    sizes, channel_sizes, epsilons, tensor_of, start_of, like,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Convolutions that normalise their outputs; a block of one of the weights in each program."""
-    program = tl.program_id(0)
-    k = tl.load(tensor_of + program)
-    start = tl.multiple_of(tl.load(start_of + program), BLOCK)
-    size, epsilon = tl.load(sizes + k).to(tl.int32), tl.load(epsilons + k)
-    weight = _pointer(weights + k, tl.pointer_type(tl.float32), ALIGNED)
-    output = _pointer(outputs + k, like.dtype, ALIGNED)
-    bias, beta = _floats(biases + k), _floats(betas + k)
-    gamma, mean, variance = _floats(gammas + k), _floats(means + k), _floats(variances + k)
-    output_bias = tl.load(output_biases + k).to(like.dtype)
-
-    at = start + tl.arange(0, BLOCK)
-    mask = at < size
-    # The output channel is the slowest dimension, whichever is the fastest.
-    channel_size = tl.load(channel_sizes + k).to(tl.int32)
-    channel = tl.minimum(at, size - 1) // channel_size
-    scale = tl.load(gamma + channel) * tl.rsqrt(tl.load(variance + channel) + epsilon)
-    if start + BLOCK <= size:
-        tl.store(output + at, (tl.load(weight + at) * scale).to(like.dtype.element_ty))
-    else:
-        w = tl.load(weight + at, mask, other=0.0) * scale
-        tl.store(output + at, w.to(like.dtype.element_ty), mask)
-    # Of each channel, the program that has its first number makes its bias.
-    first = mask & (at == channel * channel_size)
-    offset = tl.load(bias + channel, first, other=0.0) - tl.load(mean + channel, first, other=0.0)
-    shift = tl.load(beta + channel, first, other=0.0) + offset * scale
-    tl.store(output_bias + channel, shift.to(like.dtype.element_ty), first)
-
-
-@triton.jit
-def _pointer(table, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address from a table; the compiler cannot know by itself that it is aligned."""
-    pointer = tl.load(table).to(TYPE)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def _floats(table):
-    return tl.load(table).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def _lerp(old, new, near, far):
-    return tl.where(near < 0.5, old + near * (new - old), new - far * (new - old))

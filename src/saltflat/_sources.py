@@ -30,13 +30,3 @@ class Staged(NamedTuple):
     """Of the table they belong to, wherever that is."""
     storage: str
     mode: Literal["staged"] = "staged"
-
-
-class Given(NamedTuple):
-    """References that need no table; nothing is stored."""
-
-    reference: Tensor
-    match: str
-    sums: Tensor | None
-    """Of `_match`: what they are multiplied by is made of these; None for a match of "none"."""
-    mode: Literal["given"] = "given"

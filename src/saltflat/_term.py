@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltflat._clock import Clocked
 from saltflat._launch import has_triton
-from saltflat._sources import Given, Ring, Staged
+from saltflat._sources import Ring, Staged
 from saltflat.trajectory import trajectory_loss
 
 ONE_LOGIT = (
@@ -110,7 +110,7 @@ class TrajectoryTerm(Clocked):
         return finite
 
     def _fused_loss(
-        self, logits: Tensor, source: Ring | Staged | Given, *, started: bool = True
+        self, logits: Tensor, source: Ring | Staged, *, started: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss and the finite rows, by two kernels; the others are counted."""
         from saltflat import _fused

@@ -27,6 +27,16 @@ def tick(part: Part) -> None:
         part.tick()
 
 
+@contextmanager
+def ticks_withheld() -> Iterator[None]:
+    """While entered, `tick` does nothing: whoever entered calls `part.tick()` itself."""
+    token = _ticks_withheld.set(True)
+    try:
+        yield
+    finally:
+        _ticks_withheld.reset(token)
+
+
 class GraphedStep:
     """A training step, captured on a GPU once per graph key and replayed.
 
@@ -79,11 +89,8 @@ class GraphedStep:
             tuple(part.graph_key() for part in self._parts),
             tuple((x.shape, x.dtype, x.device) for x in inputs),
         )
-        token = _ticks_withheld.set(True)
-        try:
+        with ticks_withheld():
             outputs = self._run(key, inputs)
-        finally:
-            _ticks_withheld.reset(token)
         for part in self._parts:
             part.tick()
         return outputs

@@ -1,33 +1,37 @@
-"""EMATeacher: the averaged, frozen copy of a model."""
+"""EMATeacher: the moving average of a model, in eval mode and without gradient."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat._folded import Folding
-from saltflat._plan import LOW_PRECISION, Plan, flat, slots
-from saltflat.core import cuda_graph
-from saltflat.core.batchnorm import frozen_running_stats, running_layers
+from saltflat.core.cuda_graph import tick
 from saltflat.core.distributed import Group, local, take_first_ranks, world
+from saltflat.teacher.fold import FoldedTwin
+
+_HALF = (torch.float16, torch.bfloat16)
+"""Too coarse for an average that moves by 1 - decay a step."""
 
 
 def decay_for_half_life(half_life_epochs: float, steps_per_epoch: int) -> float:
     """The decay with which a weight's part in the average halves every `half_life_epochs`.
 
+    Raises:
+        ValueError: If an argument is not positive.
+
     Example:
         >>> round(decay_for_half_life(3.545, steps_per_epoch=391), 5)  # the paper's, on CIFAR
         0.9995
     """
-    if not (half_life_epochs > 0 and steps_per_epoch > 0):
-        raise ValueError(
-            "half_life_epochs and steps_per_epoch must be positive, got "
-            f"{half_life_epochs} and {steps_per_epoch}"
-        )
+    if not half_life_epochs > 0:
+        raise ValueError(f"half_life_epochs must be positive, got {half_life_epochs}")
+    if not steps_per_epoch > 0:
+        raise ValueError(f"steps_per_epoch must be positive, got {steps_per_epoch}")
     return float(0.5 ** (1 / (half_life_epochs * steps_per_epoch)))
 
 
@@ -36,34 +40,23 @@ class EMATeacher(nn.Module):
 
     .. math:: v_t = \beta v_{t-1} + (1 - \beta) \theta_t \qquad \text{(10)}
 
-    Parameters and floating-point buffers are averaged, running variances as standard deviations;
-    other tensors, and masks that hold infinities, are copied. Half-precision tensors are averaged
-    in float32 and rounded for use, or an average that moves by 1 - decay a step would stand still.
-    A model that has become NaN makes the teacher NaN for good: leave the update out where you leave
-    the step out.
+    Parameters and floating-point buffers are averaged. Integer tensors are copied, and so are
+    buffers that hold an infinity, such as attention masks. Half-precision tensors are averaged in
+    float32 and rounded for use: in half precision, steps of 1 - decay would round to nothing.
 
-    Forward passes of a convolutional network are cheaper after `fold()`: they run a twin whose
-    convolutions normalise their outputs themselves, with weights in autocast's precision, on a GPU
-    in one cuDNN kernel with the ReLU and the sum before it. The twin follows `update`, loading and
-    any other change of the teacher's tensors that PyTorch counts (it does not count those made
-    through `.data`), inside CUDA graphs too if they are captured after `fold()`. It is no part of
-    the state, and a copy of the teacher has none.
+    A model with NaN weights makes the teacher NaN for good. Skip `update` where you skip the step.
 
-    On several processes every teacher is rank 0's, to the bit. The ranks' parameters are the same,
-    but each has BatchNorm statistics of its own batches: DistributedDataParallel makes them rank
-    0's only when the next forward pass begins, and the update comes before. So an update sends
-    rank 0's buffers to the others, and the first one all that the teacher has.
+    On several processes every teacher equals rank 0's to the bit. Each update broadcasts rank 0's
+    buffers, because BatchNorm statistics differ between ranks; the first one broadcasts all.
 
     Args:
-        model: The model to average; copied, without its DDP or torch.compile wrapper.
-        decay: The paper's beta, reached at once without `warmup`.
-        warmup: Let the decay grow as min(decay, (1 + t) / (10 + t)) over the updates t = 0, 1, ...
-            Without it, the random initialisation still is a third of the teacher when the loss
-            starts on CIFAR.
-        deviations: Whether running variances are averaged as standard deviations, as which the
-            outputs of an average of shrinking weights spread. The average of variances, which the
-            paper's code has, is more than the square of that.
-        process_group: The processes that train together; the default group unless said.
+        model: The model to average. Is copied, without its DDP or torch.compile wrapper.
+        decay: The paper's beta.
+        warmup: Whether the decay grows as min(decay, (1 + t) / (10 + t)) over the updates
+            t = 0, 1, ..., so that the random initialisation is forgotten at once.
+        average_std: Whether running variances are averaged as standard deviations. The outputs of
+            averaged weights spread that way; the average of variances is larger.
+        process_group: The processes that train together; the default group unless given.
 
     Raises:
         ValueError: If the decay is not within [0, 1], or a copy of the model would run the model.
@@ -72,7 +65,7 @@ class EMATeacher(nn.Module):
         >>> import torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = model.weight.data.fill_(0.0)
-        >>> teacher = EMATeacher(model, decay=0.75, warmup=False)
+        >>> teacher = EMATeacher(model, decay=0.75)
         >>> _ = model.weight.data.fill_(4.0)
         >>> teacher.update(model)
         >>> teacher(torch.ones(1, 1))
@@ -84,8 +77,8 @@ class EMATeacher(nn.Module):
         model: nn.Module,
         *,
         decay: float = 0.9995,
-        warmup: bool = True,
-        deviations: bool = True,
+        warmup: bool = False,
+        average_std: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -93,62 +86,131 @@ class EMATeacher(nn.Module):
             raise ValueError(f"decay must be within [0, 1], got {decay}")
         self.decay = decay
         self.warmup = warmup
-        self._deviations = deviations
+        self.average_std = average_std
         self.frozen = False
-        """Whether `update` counts, and leaves the average as it is; no part of the state."""
+        """Whether `update` counts, but leaves the average as it is; not part of the state."""
         self.updates = 0
         self._group = Group(process_group)
-        self._alike = False
-        """Whether the teachers of several processes have been made the same."""
+        self._same_on_all_ranks = False
         self.module = _copied(_unwrapped(model)).requires_grad_(False)
         self.eval()
-        tensors = {name: holder[key] for name, (holder, key) in slots(self.module).items()}
+        tensors = _tensors(self.module)
         # Decided once and kept in the state: a value may become finite later.
-        can_average = [t.is_floating_point() and bool(t.isfinite().all()) for t in tensors.values()]
-        self.register_buffer("_can_average", torch.tensor(can_average, device="cpu"))
-        # The float32 averages that half-precision tensors of the module are rounded from.
+        self._averaged = [
+            t.is_floating_point() and bool(t.isfinite().all()) for t in tensors.values()
+        ]
+        self._stds = {
+            name
+            for name, t in tensors.items()
+            if average_std and name.endswith("running_var") and not isinstance(t, nn.Parameter)
+        }
         self.precise = nn.Module()
+        """The float32 averages of half-precision tensors."""
         for name, tensor in tensors.items():
-            if tensor.dtype in LOW_PRECISION:
-                self.precise.register_buffer(flat(name), tensor.float())
-        self._plan: Plan | None = None
-        self._folding: Folding | None = None
+            if tensor.dtype in _HALF:
+                self.precise.register_buffer(_flat(name), tensor.float())
+        self._weight: Tensor | None = None
+        """With `warmup`, 1 - decay of the next update, on the device: a replay reads it there."""
+        self._twin: tuple[FoldedTwin, ...] = ()  # not a submodule: no part of the state
+        self.register_load_state_dict_post_hook(EMATeacher._after_load)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The averaged model's outputs."""
         with torch.no_grad():
-            if self._folding is not None:
-                twin = self._folding.twin(self.module, inputs, kwargs)
-                if twin is not None:
-                    return twin(*inputs)
+            if self._twin and len(inputs) == 1 and not kwargs:
+                return self._twin[0](*inputs)
             return self.module(*inputs, **kwargs)
 
-    def by_batch(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The averaged model's outputs, normalised by the batch as the model's are in training.
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Average the model in; call it after every optimizer step.
 
-        BatchNorm alone does as in training, and its statistics stay as they were.
+        Raises:
+            ValueError: If the model's tensors are not those of the teacher, or not on its device.
         """
-        layers = running_layers(self.module)
-        with torch.no_grad(), frozen_running_stats(self.module):
-            for layer in layers:
-                layer.training = True
-            try:
-                return self.module(*inputs, **kwargs)
-            finally:
-                for layer in layers:
-                    layer.training = False
+        ours, theirs = _tensors(self.module), _tensors(_unwrapped(model))
+        averages = self._averages(ours)
+        _check_same(ours, theirs, averages)
+        several = world(self._group.it)[1] > 1
+        if several and not self._same_on_all_ranks:
+            self._take_first_ranks_state()
+        if not self.frozen:
+            self._average(ours, averages, theirs)
+            if several:
+                buffers = [name for name, t in ours.items() if not isinstance(t, nn.Parameter)]
+                finer = [averages[name] for name in buffers if averages[name] is not ours[name]]
+                take_first_ranks([*(ours[name] for name in buffers), *finer], self._group.it)
+            self._refresh()
+        tick(self)
+
+    def _averages(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each tensor, or the float32 average that it is rounded from."""
+        precise = dict(self.precise.named_buffers())
+        return {name: precise.get(_flat(name), own) for name, own in ours.items()}
+
+    def _average(
+        self, ours: dict[str, Tensor], averages: dict[str, Tensor], theirs: dict[str, Tensor]
+    ) -> None:
+        plain: _Pairs = []
+        stds: _Pairs = []
+        copied: _Pairs = []
+        rounded: _Pairs = []
+        tensors = [local(of[name] for name in ours) for of in (ours, averages, theirs)]
+        for name, averaged, own, average, new in zip(ours, self._averaged, *tensors, strict=True):
+            if not averaged:
+                copied.append((own, new))
+                continue
+            if average is not own:
+                rounded.append((own, average))
+                new = new.to(average.dtype)
+            (stds if name in self._stds else plain).append((average, new))
+        if plain:
+            self._lerp(*zip(*plain, strict=True))
+        if stds:
+            variances, new_variances = zip(*stds, strict=True)
+            roots = torch._foreach_sqrt(variances)
+            self._lerp(roots, torch._foreach_sqrt(new_variances))
+            copied += zip(variances, torch._foreach_mul(roots, roots), strict=True)
+        for pairs in (copied, rounded):
+            if pairs:
+                into, source = zip(*pairs, strict=True)
+                torch._foreach_copy_(into, source)
+
+    def _lerp(self, averages: Any, new: Any) -> None:
+        """averages += (1 - decay) (new - averages)."""
+        if not self.warmup:
+            torch._foreach_lerp_(averages, new, 1 - self.decay)
+            return
+        if self._weight is None:
+            self._weight = averages[0].new_zeros(())  # of their dtype: else no fused kernel
+            self._write_weight()
+        change = torch._foreach_sub(new, averages)
+        torch._foreach_mul_(change, self._weight)
+        torch._foreach_add_(averages, change)
+
+    def _write_weight(self) -> None:
+        if self._weight is not None:
+            warm = (1 + self.updates) / (10 + self.updates)
+            self._weight.fill_(1 - min(self.decay, warm))
+
+    def graph_key(self) -> Hashable:
+        """Whether the teacher is frozen: what Python decides in `update`."""
+        return (self.frozen,)
+
+    def tick(self) -> None:
+        """Count an update, and write the decay of the next one."""
+        self.updates += 1
+        self._write_weight()
 
     def fold(self) -> bool:
-        """Fold each BatchNorm into the convolution before it, from now on, where that is possible.
+        """From now on, run with each BatchNorm folded into the convolution before it.
 
-        The outputs stay the same to rounding. It is not possible for modules that torch.fx cannot
-        trace from one tensor, nor without a BatchNorm2d that follows a Conv2d; those, and calls
-        with other arguments, under torch.compile or of a module with hooks, run as they are. What
-        forward reads from plain attributes of the module is read now. The first forward pass makes
-        the twin, so do one before you capture a CUDA graph, and do not fold again after that.
+        Outputs stay the same to rounding. `update` and loading a state follow; after changing the
+        teacher's tensors by hand, fold again. A copy of the teacher is not folded. Fold before you
+        capture a CUDA graph, and not again after that.
 
         Returns:
-            Whether it is possible.
+            Whether that is possible: whether torch.fx can trace the model and finds such a pair.
 
         Example:
             >>> from torch import nn
@@ -158,82 +220,29 @@ class EMATeacher(nn.Module):
             False
         """
         try:
-            self._folding = Folding(self.module)
+            self._twin = (FoldedTwin(self.module),)
         except ValueError:
-            self._folding = None
-        return self._folding is not None
+            self._twin = ()
+        return bool(self._twin)
 
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Average the model in; call it after every optimizer step.
+    def _refresh(self) -> None:
+        for twin in self._twin:
+            twin.refresh()
 
-        Raises:
-            ValueError: If the model's tensors are not those of the teacher, or not on its device.
-        """
-        several = world(self._group.it)[1] > 1
-        if several and not self._alike:
-            self._count_as_first_rank()
-        plan, model = self._plan, _unwrapped(model)
-        if plan is None or plan.model() is not model:
-            which = self.get_buffer("_can_average")
-            plan = self._plan = Plan(
-                self.module, self.precise, which, model, deviations=self._deviations
-            )
-        if not self.frozen:
-            self._average(plan)
-        elif not cuda_graph.capturing():
-            self.before_replay()
-        if several and not (self.frozen and self._alike):
-            take_first_ranks(plan.owned(buffers=self._alike), self._group.it)
-            self._alike = True
-            self._outdate()
+    def _after_load(self, _: Any) -> None:
+        if self._twin and not self._twin[0].shares(self.module):  # assign=True
+            self.fold()
+        self._refresh()
 
-    def _average(self, plan: Plan) -> None:
-        averages, live = plan.averaged()
-        if averages:
-            known = None
-            if not cuda_graph.capturing():
-                plan.prepare(averages, live)
-                known = 1 - self.next_decay()
-                self.before_replay()
-            plan.average(averages, live, known)
-        plan.copy()
-        self._outdate()
-
-    def _count_as_first_rank(self) -> None:
-        """Take over rank 0's count of updates, and what of it is averaged."""
-        averaged = self.get_buffer("_can_average")
-        device = next(iter(self.module.parameters()), averaged).device
-        message = torch.cat([torch.tensor([self.updates]), averaged.long().cpu()]).to(device)
+    def _take_first_ranks_state(self) -> None:
+        """Take over rank 0's count of updates, which tensors it averages, and the tensors."""
+        tensors = [*self.module.parameters(), *self.module.buffers(), *self.precise.buffers()]
+        message = self.get_extra_state().to(tensors[0].device)
         take_first_ranks([message], self._group.it)
-        self.updates = int(message[0])
-        averaged.copy_(message[1:] != 0)
-        self._plan = None
-
-    def before_replay(self) -> None:
-        """Count an update that a CUDA graph is about to repeat, and set its decay.
-
-        A captured `update` cannot count, nor know how far the warm-up is. Update at least once
-        before the capture, and call this before each replay. An update of a frozen teacher is
-        another one, and has a capture of its own.
-        """
-        if self._plan is None:
-            raise RuntimeError("update the teacher once before its update is captured or replayed")
-        if not self.frozen:
-            self._plan.weight.fill_(1 - self.next_decay())
-            self._outdate()
-        self.updates += 1
-
-    def next_decay(self) -> float:
-        """The decay of the next update."""
-        if not self.warmup:
-            return self.decay
-        return min(self.decay, (1 + self.updates) / (10 + self.updates))
-
-    @property
-    def deviations(self) -> bool:
-        """Whether running variances are averaged as standard deviations."""
-        return self._deviations
+        self.set_extra_state(message)
+        take_first_ranks(tensors, self._group.it)
+        self._same_on_all_ranks = True
+        self._refresh()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -242,38 +251,81 @@ class EMATeacher(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the average, or this rank's part of it, and of what `fold` has made of it."""
-        folded = 0 if self._folding is None else self._folding.nbytes
-        return folded + sum(tensor.nbytes for tensor in local(self.state_dict().values()))
+        """Bytes of the average, or this rank's part of it, and of the folded weights."""
+        kept = sum(tensor.nbytes for tensor in local(self.state_dict().values()))
+        return kept + sum(twin.nbytes for twin in self._twin)
 
     def train(self, mode: bool = True) -> EMATeacher:
         """Stay in eval mode, whatever the module that holds the teacher does."""
         return super().train(False)
 
     def get_extra_state(self) -> Tensor:
-        """How many updates there were, on which the warm-up depends."""
-        return torch.tensor(self.updates, device="cpu")
+        """The number of updates, then for each tensor whether it is averaged."""
+        return torch.tensor([self.updates, *self._averaged], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Continue the count of the loaded state."""
-        self.updates = int(state)
-        self._plan = None
-        self._outdate()
+        """Continue from a loaded state."""
+        self.updates, *averaged = state.tolist()
+        self._averaged = [bool(one) for one in averaged]
+        self._write_weight()
 
     def _apply(self, fn: Any, recurse: bool = True) -> EMATeacher:
-        self._plan = None  # and so look at the devices and dtypes again
-        self._outdate()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self._weight = None
+        if self._twin:
+            self.fold()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plan": None, "_folding": None}
-
-    def _outdate(self) -> None:
-        if self._folding is not None:
-            self._folding.outdate()
+        return {**self.__dict__, "_twin": ()}
 
     def extra_repr(self) -> str:
-        return f"decay={self.decay}, warmup={self.warmup}, deviations={self.deviations}"
+        return f"decay={self.decay}, warmup={self.warmup}, average_std={self.average_std}"
+
+
+_Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors to change, and what goes into each."""
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; a shared one once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for holder in (child._parameters, child._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{prefix}.{key}" if prefix else key] = tensor
+    return found
+
+
+def _check_same(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], averages: dict[str, Tensor]
+) -> None:
+    """Raise if the model is not one that this teacher can average."""
+    if different := ours.keys() ^ theirs.keys():
+        raise ValueError(f"model is not the teacher's: only one of them has {min(different)}")
+    for name, own in ours.items():
+        new = theirs[name]
+        if (own.shape, own.dtype, own.device) != (new.shape, new.dtype, new.device):
+            raise ValueError(
+                f"model is not the teacher's: {name} is {_described(new)} in the model, and "
+                f"{_described(own)} in the teacher. Move and cast the model before you build it"
+            )
+        if averages[name].dtype in _HALF:
+            raise ValueError(
+                f"{name} was cast to {own.dtype} after the teacher was built: cast the model first"
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _flat(name: str) -> str:
+    """A parameter's name as a buffer's, which may not have dots."""
+    return name.replace(".", "/")
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -287,8 +339,8 @@ def _copied(model: nn.Module) -> nn.Module:
         inner = getattr(forward, "_torchdynamo_orig_callable", None)
         if getattr(inner, "__func__", None) is not type(own).forward:
             raise ValueError(
-                f"{name or type(model).__name__}.forward is a function that was put on the object, "
-                "and in a copy would still run the model itself: define it in a class"
+                f"{name or type(model).__name__}.forward is a function that was set on the object, "
+                "and a copy would still run the model itself: define it in a class"
             )
         del own.forward  # torch.compile's, of the model
     return twin
@@ -299,7 +351,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-            model = model._orig_mod
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
         else:
             return model

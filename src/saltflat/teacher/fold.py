@@ -53,6 +53,7 @@ class FoldedTwin(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._graph = _traced(module)
+        self._shared = [*module.parameters(), *module.buffers()]
         self._folded: list[Any] = []
         self._sources: list[tuple[Tensor, ...]] = []
         """Of each pair: weight, bias, gamma, beta, mean and var."""
@@ -84,6 +85,11 @@ class FoldedTwin(nn.Module):
         torch._foreach_mul_(shifts, scales)
         torch._foreach_add_(shifts, betas)
         torch._foreach_copy_([conv.bias for conv in self._folded], shifts)
+
+    def shares(self, module: nn.Module) -> bool:
+        """Whether the module's tensors still are those of which this is the twin."""
+        tensors = [*module.parameters(), *module.buffers()]
+        return list(map(id, tensors)) == list(map(id, self._shared))
 
     @property
     def nbytes(self) -> int:
