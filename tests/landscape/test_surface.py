@@ -49,6 +49,23 @@ def test_nothing_is_changed(batchnorm):
         assert same(value, after[name]), name
 
 
+def test_an_enclosing_autocast_changes_nothing(tmp_path):
+    model, data, path = residual(), [images()], tmp_path / "landscape.npz"
+    made = loss_surface(model, cross_entropy, data, points=3, path=path)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = loss_surface(model, cross_entropy, data, points=3)
+        loss_surface(model, cross_entropy, data, points=3, path=path)
+    assert np.array_equal(again.losses, made.losses)
+
+
+def test_empty_batches_are_left_out():
+    model, (x, y) = residual(), images()
+    made = loss_surface(model, cross_entropy, [(x, y)], points=3, batchnorm="batch")
+    batches = [(x[:0], y[:0]), (x, y)]
+    again = loss_surface(model, cross_entropy, batches, points=3, batchnorm="batch")
+    assert np.array_equal(again.losses, made.losses)
+
+
 def test_a_line_ends_at_the_two_models():
     first, second = residual(0), residual(1)
     x, y = images()

@@ -174,7 +174,8 @@ def loss_surface(
         "rows": sum(len(x) for x, _ in held),
         "data": checksum(t for batch in held for t in batch),
     }
-    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+    generators = torch.random.fork_rng([weight.device] if weight.is_cuda else [])
+    with generators, torch.autocast(weight.device.type, enabled=False):
         make = partial(SurfaceEvaluator, model, loss_fn, held, directions, batchnorm=batchnorm)
         exact = make(half=False, fold=False, capture=False)
         settings["loss"] = exact.loss_fingerprint()
@@ -214,8 +215,9 @@ def _on_device(batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -
             raise ValueError(
                 f"batches[{number}] must be two tensors, inputs and labels, got {kinds}"
             )
-        held.append((batch[0].to(device), batch[1].to(device)))
-    if not sum(len(x) for x, _ in held):
+        if len(batch[0]):
+            held.append((batch[0].to(device), batch[1].to(device)))
+    if not held:
         raise ValueError("batches must hold at least one row, got 0")
     return held
 
