@@ -46,7 +46,6 @@ METHODS: dict[str, MethodConfig] = {
     "base": MethodConfig("base"),
     "saf": MethodConfig("saf"),
     "mesa": MethodConfig("mesa"),
-    "mesa, interval 2": MethodConfig("mesa", {"interval": 2}),
     "msam": MethodConfig("msam"),
     "looksam": MethodConfig("looksam"),
     "esam": MethodConfig("esam"),

@@ -4,12 +4,10 @@ Run by test_fused.py in a process of its own, with TRITON_INTERPRET=1 in its env
 """
 
 import warnings
-from functools import partial
 
 import torch
 
-from saltflat import MESA, SAF, _average, _fused, _term, mesa, saf
-from saltflat._match import MATCHES
+from saltflat import SAF, _fused, _term, saf
 from saltflat._sources import Staged
 from saltflat.codecs import CODECS
 
@@ -43,11 +41,9 @@ def trace(storage: str, classes: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def both(run):
     """What a function gives with the kernels, and with PyTorch alone."""
     fused = run()
-    for module in (saf, mesa):
-        module.can_fuse = lambda logits: False
+    saf.can_fuse = lambda logits: False
     plain = run()
-    for module in (saf, mesa):
-        module.can_fuse = _term.can_fuse
+    saf.can_fuse = _term.can_fuse
     return zip(fused, plain, strict=True)
 
 
@@ -121,58 +117,6 @@ def an_index_out_of_range_is_masked_and_counted() -> None:
     assert term.memory._clock[3] == 2
 
 
-def mesas_loss_is_pytorchs() -> None:
-    def run(match, dtype, teacher):
-        torch.manual_seed(2)
-        model = torch.nn.Linear(4, 6, dtype=dtype)
-        term = MESA(model, start_epoch=0, interval=2, match=match)
-        term.set_epoch(0)
-        for tensor in term.teacher.parameters():
-            tensor *= teacher
-        model.weight.data += 0.5
-        x = torch.randn(8, 4, dtype=dtype)
-        x[1, 0] = float("nan")
-        loss = term(model(x), x)
-        loss.backward()
-        assert term.nonfinite_rows == 1
-        return [loss.detach(), torch.nan_to_num(model.weight.grad)]
-
-    for match in MATCHES:
-        for dtype in (torch.float32, torch.bfloat16):
-            # Larger outputs, the opposite ones, and the same for every class.
-            for teacher in (3.0, -1.0, 0.0):
-                for got, expected in both(partial(run, match, dtype, teacher)):
-                    torch.testing.assert_close(got, expected)
-
-
-def a_teacher_that_is_the_model_pulls_by_nothing() -> None:
-    for match in MATCHES:
-        model = torch.nn.Linear(4, 6)
-        term = MESA(model, start_epoch=0, match=match)
-        term.set_epoch(0)
-        x = torch.randn(8, 4)
-        loss = term(model(x), x)
-        loss.backward()
-        assert loss == 0 and not model.weight.grad.any()
-
-
-def averages_are_lerps() -> None:
-    _average._plain = lambda v, x: True
-    sizes, variances = ((5000,), (3, 7), (1,), (4096,), (70,)), [False, False, False, True, True]
-    pairs = [(torch.randn(size), torch.randn(size)) for size in sizes]
-    pairs = [(v**2, x**2) if var else (v, x) for (v, x), var in zip(pairs, variances, strict=True)]
-    old, new = (list(tensors) for tensors in zip(*pairs, strict=True))
-    for weight in (0.0, 0.3, 0.9, 1.0):
-        averages = [tensor.clone() for tensor in old]
-        averaging = _average.Averaging(averages, new, variances, lasting=True)
-        averaging(averages, new, torch.tensor(weight, dtype=torch.float64), None)
-        for got, before, live, var in zip(averages, old, new, variances, strict=True):
-            if var:
-                torch.testing.assert_close(got, before.sqrt().lerp(live.sqrt(), weight) ** 2)
-            else:
-                torch.testing.assert_close(got, torch.lerp(before, live, weight))
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for storage in CODECS:
@@ -183,7 +127,4 @@ if __name__ == "__main__":
     second_derivatives_are_pytorchs()
     rows_from_elsewhere_are_compared_and_encoded()
     an_index_out_of_range_is_masked_and_counted()
-    mesas_loss_is_pytorchs()
-    a_teacher_that_is_the_model_pulls_by_nothing()
-    averages_are_lerps()
     print("all is as it should be")

@@ -10,7 +10,7 @@ from saltflat import with_index
 from saltflat.integrations.lightning import MESACallback, SAFCallback
 
 SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
-MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1, "match": "none"}
+MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
 
 
 class Module(pl.LightningModule):

@@ -103,7 +103,7 @@ def test_accumulation_clipping_and_adamw_are_recorded_too(recorded, tmp_path, mo
 
 
 def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch):
-    ways = {"another_view": True, "batch_statistics": True, "match": "nearest"}
+    ways = dict.fromkeys(("another_view", "rescale", "average_std", "warmup"), True)
 
     def mesa(**changes):
         method = MethodConfig("mesa", {"start_epoch": 1, **ways, **changes})
@@ -115,20 +115,15 @@ def test_mesas_ways_to_see_a_batch_are_recorded(recorded, tmp_path, monkeypatch)
     monkeypatch.undo()
     fit(mesa(), tmp_path / "plain")
     same_figures(tmp_path / "recorded", tmp_path / "plain")
-    usual = {"another_view": False, "batch_statistics": False, "match": "none"}
-    for name, value in usual.items():
-        fit(mesa(**{name: value}), tmp_path / name)
+    for name in ways:
+        fit(mesa(**{name: False}), tmp_path / name)
         ours, theirs = (read_metrics(tmp_path / run)[-1] for run in ("plain", name))
-        assert ours["extra_loss"] != pytest.approx(theirs["extra_loss"], rel=0.01)
+        assert ours["extra_loss"] != pytest.approx(theirs["extra_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kinds"), [({"interval": 3}, 2), ({"freeze_epoch": 2, "decay": 0.9}, 3)]
-)
-def test_steps_in_which_mesa_does_other_things_are_recorded_apart(
-    changes, kinds, recorded, tmp_path, monkeypatch
-):
-    method = MethodConfig("mesa", {"start_epoch": 1, **changes})
+def test_steps_in_which_mesa_does_other_things_are_recorded_apart(recorded, tmp_path, monkeypatch):
+    kinds = 3
+    method = MethodConfig("mesa", {"start_epoch": 1, "freeze_epoch": 2, "decay": 0.9})
     mesa = dataclasses.replace(config("mesa"), method=method)
     fit(mesa, tmp_path / "recorded")
     assert (recorded["recorded"], recorded["replayed"]) == (kinds, 30 - 3 * kinds)
@@ -139,8 +134,7 @@ def test_steps_in_which_mesa_does_other_things_are_recorded_apart(
     assert _updates(mine) == _updates(plain)
     first, before, last = read_metrics(tmp_path / "recorded")
     assert first["extra_loss"] == 0 < last["extra_loss"]
-    same = before["teacher_accuracy"] == last["teacher_accuracy"]
-    assert same == ("freeze_epoch" in changes)
+    assert before["teacher_accuracy"] == last["teacher_accuracy"]
 
 
 @pytest.mark.parametrize("method", ["looksam", "saf", "mesa", "ema"])
@@ -158,7 +152,7 @@ def _updates(state):
     training = state["training"]
     counted = [training["optimizer"].get("method", {}).get("steps")]
     extra = {k: v for k, v in training.get("method", {}).items() if k.endswith("_extra_state")}
-    return counted, {name: int(value) for name, value in extra.items()}
+    return counted, {name: int(value.flatten()[0]) for name, value in extra.items()}
 
 
 @pytest.mark.parametrize("method", ["looksam", "esam", "saf", "mesa"])

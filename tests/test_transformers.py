@@ -36,7 +36,7 @@ pytestmark = [
 ]
 LENGTH = 6
 SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
-MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1, "match": "none"}
+MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
 
 
 def texts(indexed=False):

@@ -58,8 +58,8 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_mesas_ways_to_see_a_batch_are_recorded(compiled, images, tmp_path, capfd):
-    ways = ("another_view", "batch_statistics")
-    settings = {"start_epoch": 1, "match": "nearest", **dict.fromkeys(ways, True)}
+    ways = ("another_view", "rescale", "average_std", "warmup")
+    settings = {"start_epoch": 1, **dict.fromkeys(ways, True)}
     one = config(images, "mesa", compile=compiled)
     one = dataclasses.replace(one, method=MethodConfig("mesa", settings))
     fit(one, tmp_path / "recorded")

@@ -181,8 +181,8 @@ class EMATeacher(nn.Module):
         if not self.warmup:
             torch._foreach_lerp_(averages, new, 1 - self.decay)
             return
-        if self._weight is None or self._weight.device != averages[0].device:
-            self._weight = torch.zeros((), dtype=torch.float64, device=averages[0].device)
+        if self._weight is None:
+            self._weight = averages[0].new_zeros(())  # of their dtype: else no fused kernel
             self._write_weight()
         change = torch._foreach_sub(new, averages)
         torch._foreach_mul_(change, self._weight)
@@ -271,6 +271,7 @@ class EMATeacher(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> EMATeacher:
         super()._apply(fn, recurse)
+        self._weight = None
         if self._twin:
             self.fold()
         return self

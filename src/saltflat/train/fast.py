@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from saltflat.core.cuda_graph import Replay, record, tuned
+from saltflat.core.cuda_graph import Replay, record, withhold_ticks, tuned
 from saltflat.train.augment import Batch, Draws, TrainLoader, augmented, statistics
 from saltflat.train.config import Config
 from saltflat.train.data import Data
@@ -94,7 +94,7 @@ class _Recorded:
         kind = training.kind()
         if self._records and kind not in self._graphs and self._taken[kind] >= _WARM_UP:
             try:
-                with tuned():
+                with tuned(), withhold_ticks():
                     self._graphs[kind] = record(self._whole, self._pool)
             except RuntimeError as error:
                 self._records = False
@@ -102,6 +102,7 @@ class _Recorded:
         if kind in self._graphs:
             training.before_replay()
             self._graphs[kind]()
+            training.after_replay()
         else:
             with tuned():
                 self._whole()

@@ -46,8 +46,6 @@ class Training:
     """Whether the optimizer's closure takes rows and returns the loss of each."""
     another_view: bool = False
     """Whether the term sees the images augmented anew."""
-    folds: bool = True
-    """Whether the term's teacher may run with BatchNorm folded into convolutions."""
     by_sample: bool = False
     """Whether the term is about single samples, so that a mixture of two has none."""
 
@@ -71,8 +69,11 @@ class Training:
         """Count a step that a recording is about to repeat."""
         if isinstance(self.optimizer, SharpnessAware):
             self.optimizer.before_replay()
+
+    def after_replay(self) -> None:
+        """Count a step that a recording has repeated."""
         if self.teacher is not None:
-            self.teacher.before_replay()
+            self.teacher.tick()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the method's, the whole memory of outputs included.
@@ -206,10 +207,8 @@ def _mesa(setting: Setting, another_view: bool = False, **settings: Any) -> Trai
         setting.optimizer,
         mesa,
         lambda logits, _, images: mesa(logits, images),
-        lambda _, images: mesa.prefetch(images),
         teacher=mesa.teacher,
         another_view=another_view,
-        folds=not mesa.batch_statistics,
     )
 
 

@@ -66,7 +66,6 @@ def spread(
     _shard(model, mesh)
     if training.teacher is not None:
         _shard(training.teacher.module, mesh)
-        training.prefetch = lambda index, images: None  # two models at once would mix up messages
     shards = dict(model.named_parameters())
     for group in training.optimizer.param_groups:
         group["params"] = [shards[names[id(parameter)]] for parameter in group["params"]]

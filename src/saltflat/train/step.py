@@ -50,7 +50,7 @@ def build_step(
     teacher = training.teacher if training.loss is not None else None
     cheaper = teacher is not None and device.type == "cuda" and not is_sharded(teacher.module)
     if teacher is not None and cheaper:
-        folded = training.folds and teacher.fold()
+        folded = teacher.fold()
         if config.compile and not folded:
             teacher.module.compile()
     # No weight is cast twice in a pass, and a cache would outlive a recorded step.
