@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from saltflat import MESA, SAF, sam, with_index
-from saltflat.sam._wrapper import SharpnessAware
+from saltflat.sam.base import SharpnessAware
 
 SAMPLES, FEATURES, CLASSES = 24, 6, 4
 

@@ -1,4 +1,4 @@
-"""Two processes that train with the SAM family; run by test_distributed.py."""
+"""Two processes that train with the SAM family; run by sam/test_sam_distributed.py."""
 
 from __future__ import annotations
 

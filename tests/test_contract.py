@@ -628,30 +628,30 @@ def test_bad_settings_of_the_family(wrapper):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="rho"):
         wrapper.make(base, rho=-0.1)
-    with pytest.raises(ValueError, match="wraps an optimizer"):
+    with pytest.raises(TypeError, match=r"base_optimizer.*got generator"):
         wrapper.make(model.parameters())
     optimizer = wrapper.make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"rho.*got -1"):
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "rho": -1})
     assert len(optimizer.param_groups) == 1
     for unsuitable in (optimizer, torch.optim.LBFGS(model.parameters())):
-        with pytest.raises(ValueError, match="wraps an optimizer that steps without a closure"):
+        with pytest.raises(TypeError, match=f"base_optimizer.*got {type(unsuitable).__name__}"):
             wrapper.make(unsuitable)
 
 
 @pytest.mark.parametrize(
     ("make", "kwargs", "message"),
     [
-        (SAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
-        (LookSAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
-        (LookSAM, {"alpha": -1}, "alpha must be 0 or more"),
-        (ESAM, {"gamma": 0}, r"gamma must be within \(0, 1\], got 0"),
-        (ESAM, {"beta": 1.1}, r"beta must be within \(0, 1\], got 1.1"),
-        (ASAM, {"eta": -1}, "eta must be 0 or more"),
-        (GSAM, {"alpha": -1}, "alpha must be 0 or more"),
-        (GSAM, {"rho_min": 0.5}, r"rho_min must be within \[0, rho=0.04\], got 0.5"),
-        (GSAM, {"lr_min": 0.1}, "lr_max must be above lr_min=0.1, got 0.1"),
-        (SAM, {"m_sharpness": True}, "m_sharpness needs model="),
+        (SAM, {"interval": 0}, "interval.*got 0"),
+        (LookSAM, {"interval": 0}, "interval.*got 0"),
+        (LookSAM, {"alpha": -1}, "alpha.*got -1"),
+        (ESAM, {"gamma": 0}, r"gamma.*\(0, 1\].*got 0"),
+        (ESAM, {"beta": 1.1}, r"beta.*\(0, 1\].*got 1.1"),
+        (ASAM, {"eta": -1}, "eta.*got -1"),
+        (GSAM, {"alpha": -1}, "alpha.*got -1"),
+        (GSAM, {"rho_min": 0.5}, r"rho_min.*\[0, rho=0.04\].*got 0.5"),
+        (GSAM, {"lr_min": 0.1}, "lr_max.*lr_min=0.1.*got 0.1"),
+        (SAM, {"m_sharpness": True}, "m_sharpness needs model=.*got NoneType"),
     ],
 )
 def test_bad_settings_of_one_method(make, kwargs, message):
@@ -662,7 +662,7 @@ def test_bad_settings_of_one_method(make, kwargs, message):
 
 def test_msam_needs_momentum():
     model = network()
-    with pytest.raises(ValueError, match="the base optimizer has none: give it momentum"):
+    with pytest.raises(ValueError, match=r"momentum.*got 0"):
         MSAM(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -673,7 +673,7 @@ def test_steps_out_of_order_change_nothing(wrapper):
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="step needs a closure"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="second_step comes after first_step"):
+    with pytest.raises(RuntimeError, match="second_step needs first_step"):
         optimizer.second_step()
     if not isinstance(optimizer, MSAM):
         with pytest.raises(RuntimeError, match=r"must call loss.backward\(\)"):
@@ -684,7 +684,8 @@ def test_steps_out_of_order_change_nothing(wrapper):
     with pytest.raises(RuntimeError, match="first_step was called twice"):
         optimizer.first_step()
     optimizer.zero_grad()
-    optimizer.second_step()
+    with pytest.raises(RuntimeError, match=r"must call loss.backward\(\)"):
+        optimizer.second_step()
     assert_all_equal(before, model.parameters())
 
 
@@ -711,7 +712,10 @@ def test_a_step_can_be_cancelled(wrapper):
     step(wrapper, optimizer, model)
     optimizer.steps = 0
     before = [p.detach().clone() for p in model.parameters()]
+    x, y = dataset().tensors
     for way_out in (optimizer.cancel, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        cross_entropy(model.eval()(x), y).backward()
+        model.train()
         optimizer.first_step()
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         way_out()
@@ -738,7 +742,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_weights_as_they_were(wr
             if not frame.f_code.co_filename.startswith(package):
                 return None
             # What undoes a step is not itself interrupted.
-            if frame.f_code.co_name in {"cancel", "__exit__", "_or_cancel", "set_random_state"}:
+            if frame.f_code.co_name in {"_restore", "__exit__", "set_random_state"}:
                 return None
             if event == "line":
                 seen.append(1)

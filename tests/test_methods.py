@@ -184,7 +184,7 @@ def test_settings_reach_the_method():
     assert build("saf", network(), weight=0.7).term.weight == 0.7
     assert build("mesa", network(), decay=0.7).teacher.decay == 0.7
     assert build("label_smoothing", network(), smoothing=0.2).label_smoothing == 0.2
-    with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"rho.*got -1"):
         build("sam", network(), rho=-1)
     with pytest.raises(ValueError, match=r"smoothing must be within \[0, 1\), got 1.0"):
         build("label_smoothing", network(), smoothing=1.0)

@@ -47,7 +47,7 @@ def check_same(folder, other, rel):
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=1e-4), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "esam"])
 def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, capfd):
     fit(config(images, method), tmp_path / "recorded")
     assert "one operation at a time" not in capfd.readouterr().err

@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 
 from saltflat import sam
 from saltflat._term import TrajectoryTerm
-from saltflat.core.distributed import local
 from saltflat.mesa import MESA
 from saltflat.saf import SAF
-from saltflat.sam._wrapper import SharpnessAware
+from saltflat.sam.base import SharpnessAware
 from saltflat.teacher import EMATeacher
 from saltflat.train.config import MethodConfig, nearest
 
@@ -46,6 +45,8 @@ class Training:
     """Whether the optimizer's closure takes rows and returns the loss of each."""
     another_view: bool = False
     """Whether the term sees the images augmented anew."""
+    folds: bool = True
+    """Whether the term's teacher may run with BatchNorm folded into convolutions."""
     by_sample: bool = False
     """Whether the term is about single samples, so that a mixture of two has none."""
 
@@ -62,18 +63,15 @@ class Training:
     def kind(self) -> tuple[bool, ...]:
         """Whether the step has the term, climbs and averages: Python's part depends on these."""
         pulls = self.term is not None and self.term.pulls
-        climbs = isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
+        climbs = isinstance(self.optimizer, SharpnessAware) and self.optimizer.graph_key()
         return pulls, climbs, self.teacher is not None and not self.teacher.frozen
 
     def before_replay(self) -> None:
         """Count a step that a recording is about to repeat."""
         if isinstance(self.optimizer, SharpnessAware):
-            self.optimizer.before_replay()
-
-    def after_replay(self) -> None:
-        """Count a step that a recording has repeated."""
+            self.optimizer.tick()
         if self.teacher is not None:
-            self.teacher.tick()
+            self.teacher.before_replay()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the method's, the whole memory of outputs included.
@@ -94,8 +92,8 @@ class Training:
         """Bytes that the method keeps between steps, beside the base optimizer's."""
         memory = self.term.memory.nbytes if isinstance(self.term, SAF) else 0
         teacher = 0 if self.teacher is None else self.teacher.nbytes
-        kept = self.optimizer.state_dict().get("method", {}).get("kept", {}).values()
-        return memory + teacher + sum(tensor.nbytes for tensor in local(kept))
+        kept = self.optimizer.nbytes if isinstance(self.optimizer, SharpnessAware) else 0
+        return memory + teacher + kept
 
     def _parts(self) -> dict[str, Any]:
         own = self.term or self.teacher  # a term's teacher is in its own state
@@ -207,8 +205,10 @@ def _mesa(setting: Setting, another_view: bool = False, **settings: Any) -> Trai
         setting.optimizer,
         mesa,
         lambda logits, _, images: mesa(logits, images),
+        lambda _, images: mesa.prefetch(images),
         teacher=mesa.teacher,
         another_view=another_view,
+        folds=not mesa.batch_statistics,
     )
 
 

@@ -238,6 +238,8 @@ def why_plain(config: Config, data: Data, device: torch.device, ranks: Ranks = A
             return f"{name} is chosen for each batch on the CPU"
     if config.data.augment == "inception":
         return "the inception augmentation resizes images one by one"
+    if config.method.name == "esam":
+        return "esam chooses tensors and rows in Python"
     if images.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
         return f"the images, {images.nbytes / 2**30:.1f} GiB, do not fit beside the model"
     store = {name: config.method.settings.get(name) for name in ("device", "path")}

@@ -7,7 +7,7 @@ from problems import WRAPPERS
 
 def test_the_sam_family_on_two_ranks(tmp_path):
     """Replicas stay equal bit for bit, and a synchronised climb is that of the whole batch."""
-    script = Path(__file__).with_name("sam_on_two_ranks.py")
+    script = Path(__file__).parents[1] / "sam_on_two_ranks.py"
     command = [sys.executable, str(script), str(tmp_path / "store")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     per_rank = len(WRAPPERS) + sum(not w.per_row for w in WRAPPERS.values()) + 7
