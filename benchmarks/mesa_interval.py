@@ -16,9 +16,9 @@ from typing import Any
 import record
 import torch
 
+from saltflat.core.statistics import interval, paired
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig
 from saltflat.train.loop import Run
-from saltflat.train.statistics import interval, paired
 from saltflat.train.together import fit_together
 
 CUDA = torch.cuda.is_available()
