@@ -34,7 +34,7 @@ from saltflat.train.models import build_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from its dependencies
-    import curvlinops
+    import curvlinops  # type: ignore[import-untyped]
 
 TOLERANCE = 1e-3
 Batches = list[tuple[Tensor, Tensor]]
@@ -42,11 +42,10 @@ Outcome = dict[str, Any]
 """A value, the products it took and what else there is to report."""
 
 
-def problem(args: argparse.Namespace) -> tuple[nn.Module, Batches]:
+def problem(name: str, args: argparse.Namespace) -> tuple[nn.Module, Batches]:
     """A model after a few steps on noisy class means, and batches of other rows."""
     torch.manual_seed(0)
-    name = "small_cnn" if args.model == "small" else args.model
-    model = build_model(name, num_classes=10).to(args.device)
+    model = build_model("small_cnn" if name == "small" else name, num_classes=10).to(args.device)
     means = torch.randn(10, 3, args.size, args.size)
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -132,9 +131,11 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
     return abs(ours["value"] - theirs["value"]) / abs(theirs["value"])
 
 
-def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def measure(
+    model_name: str, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for each quantity, and the raw times and figures."""
-    model, batches = problem(args)
+    model, batches = problem(model_name, args)
     vector = torch.randn(sum(p.numel() for p in model.parameters())).to(args.device)
     pairs: dict[str, tuple[Callable[[], Outcome], Callable[[], Outcome]]] = {
         name: (partial(ours, model, batches, *more), partial(theirs, model, batches, *more))
@@ -180,7 +181,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="cifar_resnet18", help="A model's name, or small.")
+    parser.add_argument(
+        "--model", nargs="+", default=["cifar_resnet18"], help="Names of models, or small."
+    )
     parser.add_argument("--size", type=int, default=32, help="Pixels.")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--batch", type=int, default=128)
@@ -194,12 +197,15 @@ if __name__ == "__main__":
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False
     warnings.filterwarnings("ignore", category=FutureWarning)
-    rows, raw = measure(args)
     clock = "processor time" if args.device.type == "cpu" else "time"
-    heading = (
-        f"{args.model}, {args.size} px, {args.images} images in batches of {args.batch}, float32, "
-        f"eager, {torch.get_num_threads()} CPU threads, curvlinops "
-        f"{version('curvlinops-for-pytorch')}, n = {args.rounds} rounds. Ratio: curvlinops' {clock}"
-        " / Saltflat's in the same round; seconds and ratios are medians:"
-    )
-    record.write("hessian", "The Hessian by two libraries", {heading: rows}, args.out, raw)
+    sections, raw = {}, {}
+    for name in args.model:
+        rows, raw[name] = measure(name, args)
+        heading = (
+            f"{name}, {args.size} px, {args.images} images in batches of {args.batch}, float32, "
+            f"eager, {torch.get_num_threads()} CPU threads, curvlinops "
+            f"{version('curvlinops-for-pytorch')}, n = {args.rounds} rounds. Ratio: curvlinops' "
+            f"{clock} / Saltflat's in the same round; seconds and ratios are medians:"
+        )
+        sections[heading] = rows
+    record.write("hessian", "The Hessian by two libraries", sections, args.out, raw)

@@ -164,6 +164,6 @@ def test_a_diverged_model_is_no_number():
     for measure in (max_sharpness, adaptive_sharpness, average_sharpness):
         assert np.isnan(measure(model, cross_entropy, [(x, y)]).value)
     for measure in (top_eigenvalues, spectral_density):
-        with pytest.raises(ValueError, match="second derivatives.*not finite.*diverged"):
+        with pytest.raises(ValueError, match=r"second derivatives.*not finite.*diverged"):
             measure(model, cross_entropy, [(x, y)])
     assert torch.equal(model[0].weight, before)

@@ -42,7 +42,7 @@ def interval(values: Sequence[float]) -> Interval:
     The mean and the interval are NaN if a value is not finite.
 
     Raises:
-        ValueError: If there are no values.
+        ValueError: If values is empty.
 
     Example:
         >>> interval([1.0, 2.0, 3.0])

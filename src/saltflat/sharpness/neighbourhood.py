@@ -175,8 +175,7 @@ def climb(
         uphill = gradient if scales is None else gradient * scales
         step = rho * uphill / (uphill.norm() + 1e-12)
         position = step if position is None else position + step
-        if len(losses) > 1:  # back into the ball
-            position *= rho / position.norm().clamp_min(max(rho, 1e-12))
+        position *= rho / position.norm().clamp_min(max(rho, 1e-12))  # back into the ball
         offset = position if scales is None else position * scales
     with objective.at(offset):
         losses.append(objective.loss())

@@ -124,7 +124,7 @@ class Objective:
         return total / self.images
 
     def facts(self) -> dict[str, Any]:
-        """What a result states beside its value: the fields of `Measured`."""
+        """The fields of `Measured`, which every result has beside its value."""
         passes = {kind: self._rows[kind] / self.images for kind in ("forward", "backward")}
         return {"batchnorm": self.batchnorm, "images": self.images, **passes, "hvps": self._hvps}
 
@@ -288,7 +288,7 @@ _MINIMUM: dict[str, int] = {
     "points": 2,
     "seed": 0,
 }
-"""Of each setting that is an integer."""
+"""The smallest value of each integer setting."""
 
 
 def check(**settings: Any) -> None:

@@ -65,6 +65,6 @@ class Spectrum(Measured):
     width: float
     """Standard deviation of the Gaussian that represents an eigenvalue."""
     nodes: tuple[tuple[float, ...], ...]
-    """Of each random vector's quadrature. The density is made of these and the weights."""
+    """The quadrature of each random vector; the density is made of nodes and weights."""
     weights: tuple[tuple[float, ...], ...]
-    """Of each node; they sum to 1 for each random vector."""
+    """One for each node; they sum to 1 for each random vector."""
