@@ -57,12 +57,15 @@ def test_outputs_are_the_modules(name):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("affine", [False, True, "without bias"])
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("options", [{}, {"groups": 3}, {"padding": 1, "padding_mode": "circular"}])
 def test_every_kind_of_pair(kind, bias, affine, options):
     conv = kind(3, 6, 3, bias=bias, **options)
-    module = ready(nn.Sequential(conv, NORMS[kind](6, affine=affine, eps=0.1), nn.ReLU()))
+    norm = NORMS[kind](6, affine=bool(affine), eps=0.1)
+    if affine == "without bias":
+        norm.bias = None
+    module = ready(nn.Sequential(conv, norm, nn.ReLU()))
     twin = FoldedTwin(module)
     assert norms(twin) == 0
     assert_same(twin, module, torch.randn(2, 3, *[6] * (conv.weight.dim() - 2)).double())
