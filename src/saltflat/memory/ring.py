@@ -65,8 +65,7 @@ class Ring(SampleMemory):
         Returns:
             Outputs of shape (batch, classes), meaningless where not valid; booleans (batch,).
         """
-        if self._pending is not None:
-            self.flush()
+        self.flush()
         rows = self._clock[1] + index.clamp(max=self.num_samples - 1)
         stored = self._table[rows]
         valid = (self._stamps[rows] == self._clock[3]) & (index < self.num_samples)
@@ -82,11 +81,11 @@ class Ring(SampleMemory):
             outputs: Of shape (batch, classes).
             keep: Booleans (batch,); a row that is False is not recorded.
         """
+        self.flush()
         stored = self._codec.encode(outputs.detach().to(torch.float32))
         if stored.device == self.device:
             self._put(index, stored, keep)
         else:
-            self.flush()
             self._pending = index, WriteBehind((stored, keep))
 
     def _put(self, index: Tensor, rows: Tensor, keep: Tensor) -> None:
