@@ -86,11 +86,11 @@ class TrajectoryTerm(PlainState):
     ) -> None:
         super().__init__()
         self.weight = real_number("weight", weight)
-        self.temperature = real_number("temperature", temperature, above=True)
+        self.temperature = real_number("temperature", temperature, most=1e6, above=True)
         self.start_epoch = whole_number("start_epoch", start_epoch)
         self.tau_squared = tau_squared
         self.divergence: Callable[..., Tensor] = partial(
-            trajectory_loss, temperature=temperature, tau_squared=tau_squared
+            trajectory_loss, temperature=self.temperature, tau_squared=tau_squared
         )
         self.memory = memory
         self.epoch: int | None = None
@@ -171,18 +171,25 @@ class TrajectoryTerm(PlainState):
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         if len(args) == 1 and isinstance(args[0], Batch):
             return args[0]
-        if self.needs_index and not args:
-            raise TypeError(f"{type(self).__name__} needs the samples' index: term(outputs, index)")
-        index = torch.as_tensor(args[0]) if self.needs_index else None
+        index = None
+        if self.needs_index:
+            if not args or args[0] is None:
+                name = type(self).__name__
+                raise TypeError(f"{name} needs the samples' index: term(outputs, index)")
+            index, args = torch.as_tensor(args[0]), args[1:]
         labels = kwargs.pop("labels", None) if self.needs_labels else None
-        return Batch(index, (args[1:] if self.needs_index else args, kwargs), labels)
+        if not self.needs_inputs and (args or kwargs):
+            left = [*(type(argument).__name__ for argument in args), *kwargs]
+            raise TypeError(f"{type(self).__name__} takes no further arguments, got {left}")
+        return Batch(index, (args, kwargs), labels)
 
     def _rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """The outputs as (rows, classes), with the batch's index and labels in the same order."""
         shape = tuple(outputs.shape)
         if not outputs.is_floating_point():
             raise ValueError(f"outputs must be floating-point numbers, got {outputs.dtype}")
-        if len(shape) < 2 or shape[self.class_dim] < 2:
+        dims = range(-len(shape), len(shape))
+        if len(shape) < 2 or self.class_dim not in dims or shape[self.class_dim] < 2:
             raise ValueError(
                 f"outputs must be of shape (batch, ..., classes) with 2 or more classes, got "
                 f"{shape}: {ONE_LOGIT}"
@@ -294,7 +301,7 @@ class TrajectoryTerm(PlainState):
             settings = f"{type(self).__name__}({self.extra_repr()})"
             require_agreement(-1 if self.epoch is None else self.epoch, settings, group)
             all_reduce(counted, dist.ReduceOp.SUM, group)
-            if self.memory is not None:
+            if self.memory is not None and self.epoch is not None:
                 self.memory.merge(group)
         self._counts[:4] += counted
         self._counted.zero_()

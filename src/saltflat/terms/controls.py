@@ -56,15 +56,16 @@ class Shuffled(SAF):
     ) -> None:
         super().__init__(num_samples, num_classes, **settings)
         self._seed = seed
-        self._order = torch.arange(num_samples, device="cpu")
+        self._order = torch.arange(num_samples + 1, device="cpu")  # the last: out of range
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
-        order = torch.randperm(len(self._order), generator=generator)
-        self._order.copy_(order)  # in place: a CUDA graph reads this tensor
+        order = torch.randperm(self.memory.num_samples, generator=generator)
+        self._order[:-1] = order  # in place: a CUDA graph reads this tensor
 
     def _known(self, index: Tensor, outputs: Tensor) -> Tensor:
+        index = super()._known(index, outputs)
         if self._order.device != index.device:
             self._order = self._order.to(index.device)
-        return super()._known(self._order[index], outputs)
+        return self._order[index]
