@@ -14,7 +14,6 @@ from torch import Tensor
 
 from saltflat.core.checks import real_number
 from saltflat.memory.host import WriteBehind, to_device
-from saltflat.memory.ring import first_of_each
 from saltflat.memory.table import NEVER, Field, SampleMemory
 
 
@@ -96,7 +95,10 @@ class Average(SampleMemory):
         dump, outputs = self.num_samples, rows[:, :-1]
         places = index.clamp(max=self.num_samples - 1)
         fresh = keep & (index < self.num_samples) & (self._stamps[places] != self._clock[2])
-        places = first_of_each(torch.where(fresh, places, dump), dump)
+        places = torch.where(fresh, places, dump)
+        ordered, order = places.sort(stable=True)  # as in a `Ring`
+        first = torch.where(ordered[1:] == ordered[:-1], dump, ordered[1:])
+        places.scatter_(0, order[1:], first)
         visits = self._visits[places] + 1
         rate = (1 / visits).clamp(min=1 - self.decay)[:, None]
         average = torch.lerp(self._codec.decode(self._table[places]).float(), outputs, rate)

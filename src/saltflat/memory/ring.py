@@ -65,7 +65,8 @@ class Ring(SampleMemory):
         Returns:
             Outputs of shape (batch, classes), meaningless where not valid; booleans (batch,).
         """
-        self.flush()
+        if self._pending is not None:
+            self.flush()
         rows = self._clock[1] + index.clamp(max=self.num_samples - 1)
         stored = self._table[rows]
         valid = (self._stamps[rows] == self._clock[3]) & (index < self.num_samples)
@@ -81,7 +82,8 @@ class Ring(SampleMemory):
             outputs: Of shape (batch, classes).
             keep: Booleans (batch,); a row that is False is not recorded.
         """
-        self.flush()
+        if self._pending is not None:
+            self.flush()
         stored = self._codec.encode(outputs.detach().to(torch.float32))
         if stored.device == self.device:
             self._put(index, stored, keep)
@@ -92,22 +94,13 @@ class Ring(SampleMemory):
         dump = len(self._table) - 1
         places = self._clock[0] + index.clamp(max=self.num_samples - 1)
         fresh = keep & (index < self.num_samples) & (self._stamps[places] != self._clock[2])
-        places = first_of_each(torch.where(fresh, places, dump), dump)
+        places = torch.where(fresh, places, dump)
+        # Of a sample's rows in the batch, the first is written and the others go to the last row.
+        ordered, order = places.sort(stable=True)
+        first = torch.where(ordered[1:] == ordered[:-1], dump, ordered[1:])
+        places.scatter_(0, order[1:], first)
         self._table.index_copy_(0, places, rows)
         stamp = self._clock[2].to(torch.int32).expand(len(places))
         self._stamps.index_copy_(0, places, stamp)
         if self._claims is not None:
             self._claim(torch.where(places < dump, index, self.num_samples))
-
-
-def first_of_each(rows: Tensor, dump: int) -> Tensor:
-    """`rows` with every repeated number but its first place replaced by `dump`.
-
-    Example:
-        >>> first_of_each(torch.tensor([4, 2, 4, 4]), 9)
-        tensor([4, 2, 9, 9])
-    """
-    ordered, order = rows.sort(stable=True)
-    repeated = torch.zeros_like(rows, dtype=torch.bool)
-    repeated[order[1:]] = ordered[1:] == ordered[:-1]
-    return torch.where(repeated, dump, rows)

@@ -42,7 +42,7 @@ class Uniform(TrajectoryTerm):
 
 @register("term", "saf_shuffled", passes="1 + 1")
 class Shuffled(SAF):
-    """SAF that reads under a sample's index what another sample wrote there.
+    """SAF that compares a sample with what another one gave.
 
     Args:
         num_samples: See `SAF`.
@@ -64,8 +64,9 @@ class Shuffled(SAF):
         order = torch.randperm(self.memory.num_samples, generator=generator)
         self._order[:-1] = order  # in place: a CUDA graph reads this tensor
 
-    def _known(self, index: Tensor, outputs: Tensor) -> Tensor:
-        index = super()._known(index, outputs)
-        if self._order.device != index.device:
-            self._order = self._order.to(index.device)
-        return self._order[index]
+    def reference(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What another sample's outputs were `lag` epochs ago."""
+        assert batch.index is not None
+        if self._order.device != batch.index.device:
+            self._order = self._order.to(batch.index.device)
+        return self.memory.read(self._order[batch.index], outputs.device)

@@ -92,10 +92,8 @@ class _TemperedKL(torch.autograd.Function):
         logits: Tensor, reference: Tensor, valid: Tensor | None, temperature: float, factor: float
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_q, log_p = (
-            log_softmax(outputs.to(dtype, copy=True).div_(temperature), -1)
-            for outputs in (logits, reference)
-        )
+        log_q = log_softmax(logits.to(dtype, copy=True).div_(temperature), -1)
+        log_p = log_softmax(reference.to(dtype, copy=True).div_(temperature), -1)
         p = log_p.exp()
         rows = log_p.sub_(log_q).mul_(p).sum(-1)
         pull = log_q.exp_().sub_(p)
