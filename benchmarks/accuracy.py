@@ -32,6 +32,7 @@ from lines import EVERY, GONE, RECIPES, config_of, folder_of, method_of
 from record import RESULTS
 from studies import STUDIES, Study
 
+from saltflat.core.statistics import Interval, interval, paired
 from saltflat.train import Config, DataConfig
 from saltflat.train.config import require
 from saltflat.train.data import CIFAR, load_data
@@ -41,7 +42,6 @@ from saltflat.train.log import read_metrics, write_metrics
 from saltflat.train.loop import Interrupted, Run
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command, without_folders
-from saltflat.train.statistics import Interval, interval, paired
 from saltflat.train.together import fit_together
 
 KEPT = RESULTS / "accuracy"

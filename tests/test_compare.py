@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from saltflat.core.statistics import Interval
 from saltflat.train import Config, DataConfig, MethodConfig, OptimizerConfig, compare
 from saltflat.train.compare import Row, describe, table, verdicts
 from saltflat.train.compare import compare as run
-from saltflat.train.statistics import Interval
 
 SMALL = Config(
     data=DataConfig(train_size=128, batch_size=32),

@@ -12,6 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from saltflat.core.statistics import interval, paired
 from saltflat.train.config import Config, DataConfig, MethodConfig
 from saltflat.train.files import to_json
 from saltflat.train.folder import read_config
@@ -19,7 +20,6 @@ from saltflat.train.log import read_metrics
 from saltflat.train.loop import Interrupted, fit
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command
-from saltflat.train.statistics import interval, paired
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

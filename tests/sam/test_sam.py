@@ -6,7 +6,7 @@ from problems import CLASSES, FEATURES, WRAPPERS, dataset, network
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from saltflat.core.cuda_graph import GraphedStep, ticks_withheld
+from saltflat.core.cuda_graph import GraphedStep, withhold_ticks
 from saltflat.core.registry import Part, registered
 from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM
 from saltflat.sam.base import SharpnessAware
@@ -211,7 +211,7 @@ def test_no_host_state_changes_inside_a_step(wrapper, base, steps):
     optimizer.steps = steps  # the first climbs in any case; with an interval the second does not
     weights, before = copied(model), host_state(optimizer)
     generator = torch.get_rng_state()
-    with ticks_withheld():
+    with withhold_ticks():
         optimizer.step(closure)
     assert host_state(optimizer) == before
     assert changed(model, weights)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from saltflat.core.checks import real_number
 from saltflat.core.cuda_graph import tick
 from saltflat.core.distributed import Group, local, take_first_ranks, world
 from saltflat.teacher.fold import FoldedTwin
@@ -82,9 +83,7 @@ class EMATeacher(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay must be within [0, 1], got {decay}")
-        self.decay = decay
+        self.decay = real_number("decay", decay, most=1)
         self.warmup = warmup
         self.average_std = average_std
         self.frozen = False

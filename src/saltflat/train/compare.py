@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from saltflat.core.statistics import Interval, interval, paired, verdict
 from saltflat.train.bench import bench
 from saltflat.train.config import Config, MethodConfig
 from saltflat.train.files import markdown, read_json, to_json, write_text
@@ -28,7 +29,6 @@ from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
 from saltflat.train.provenance import provenance
 from saltflat.train.ranks import device_of, require_one_process
-from saltflat.train.statistics import Interval, interval, paired, verdict
 from saltflat.train.together import fit_together
 
 SUMMARY, TABLE = "summary.json", "table.md"

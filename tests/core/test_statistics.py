@@ -1,11 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp, ttest_rel
 
-from saltflat.train.statistics import Interval, interval, paired, verdict
+from saltflat.core.statistics import Interval, half_width, interval, paired, verdict
 
 ACCURACY = st.floats(0, 100).map(lambda x: round(x, 2))
 PAIRS = st.lists(st.tuples(ACCURACY, ACCURACY), min_size=2, max_size=10)
@@ -51,10 +52,29 @@ def test_pairs_matter_where_seeds_differ_more_than_methods():
 
 
 def test_a_single_seed_says_nothing():
-    assert paired([91.0], [80.0]) == Interval(11.0, -math.inf, math.inf, 1)
-    assert "no evidence of a difference to base (+11.00 points" in verdict(
-        "sam", "base", paired([91.0], [80.0])
-    )
+    single = paired([91.0], [80.0])
+    assert single == Interval(11.0, math.nan, math.nan, 1)
+    assert str(single) == "11.00 (n = 1)"
+    sentence = verdict("sam", "base", single)
+    assert "+11.00 points, n = 1" in sentence and "inf" not in sentence and "nan" not in sentence
+
+
+def test_no_value_has_no_mean():
+    with pytest.raises(ValueError, match=r"values.*got \[\]"):
+        interval([])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 11, 100, 101])
+def test_half_widths_are_scipys_over_the_first_axis(n):
+    draws = np.random.default_rng(n).normal(size=(n, 3))
+    expected = ttest_1samp(draws, 0).confidence_interval(0.95)
+    assert 2 * half_width(draws) == pytest.approx(expected.high - expected.low)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_has_no_interval(value):
+    found = interval([1.0, value, 2.0])
+    assert np.isnan([found.mean, found.low, found.high]).all() and found.n == 3
 
 
 def test_seeds_must_be_the_same():
@@ -70,6 +90,7 @@ def test_sentences():
         "sam: worse than base (-0.50 points, 95 % interval -0.75 to -0.25, n = 3)"
     )
     assert str(Interval(91.234, 90.0, 92.5, 3)) == "91.23 [90.00, 92.50]"
+    assert f"{Interval(1234.5, 0.012345, 2.0, 3):.3g}" == "1.23e+03 [0.0123, 2]"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 0.0), (float("nan"), float("nan"))])

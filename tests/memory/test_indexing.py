@@ -1,10 +1,8 @@
-import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from saltflat import with_index
-from saltflat.indexed import indexed_loader, split_index, with_index_column
+from saltflat.memory import indexed_loader, split_index, with_index, with_index_column
 
 
 class Squares(Dataset):
@@ -43,7 +41,7 @@ def test_counts_from_the_end_as_its_dataset_does():
     assert data[-1] == data.__getitems__([-1])[0] == data[19]
     assert len(data) == 20
     for index in (20, -21):
-        with pytest.raises(IndexError, match=f"index {index} of a dataset of 20"):
+        with pytest.raises(IndexError, match=f"{index}.*20"):
             data[index]
 
 
@@ -69,7 +67,7 @@ def test_samples_without_a_lasting_index_are_refused():
         def __iter__(self):
             return iter(range(3))
 
-    with pytest.raises(TypeError, match=r"Stream has no index .* or MESA"):
+    with pytest.raises(TypeError, match=r"Stream.*MESA"):
         with_index(Stream())
 
 
@@ -105,7 +103,7 @@ def test_a_loader_made_elsewhere_yields_its_own_batches_with_their_index(order):
 
 
 def test_a_loader_that_makes_no_batches():
-    with pytest.raises(ValueError, match="batch_size=None and so makes no batches"):
+    with pytest.raises(ValueError, match="batch_size=None"):
         indexed_loader(DataLoader(Squares(), batch_size=None))
 
 
@@ -113,9 +111,9 @@ def test_a_loader_that_cannot_be_made_again():
     class Ours(DataLoader):
         """Which would lose what is its own."""
 
-    with pytest.raises(TypeError, match=r"Ours is a class of its own.*over with_index\(dataset\)"):
+    with pytest.raises(TypeError, match=r"Ours.*with_index\(dataset\)"):
         indexed_loader(Ours(Squares(), 4))
-    with pytest.raises(TypeError, match="takes a DataLoader, got a dict"):
+    with pytest.raises(TypeError, match=r"DataLoader.*got a dict"):
         indexed_loader({"one": DataLoader(Squares(), 4)})
 
 
@@ -139,7 +137,7 @@ def test_what_was_added_to_a_batch_is_taken_off(rest):
 
 @pytest.mark.parametrize("batch", [[torch.rand(3), 1], [torch.ones(3, 2).int(), 1], {"x": 1}, 7])
 def test_a_batch_without_an_index_is_refused(batch):
-    with pytest.raises(ValueError, match=f"no index in a batch of type {type(batch).__name__}"):
+    with pytest.raises(ValueError, match=f"index.*{type(batch).__name__}"):
         split_index(batch)
 
 
@@ -159,14 +157,23 @@ def test_no_sample_is_looked_at():
             raise AssertionError("looked")
 
     assert len(with_index_column(Careful([{"x": 1}]))) == 1
+
+
+@pytest.mark.oracle
+def test_no_row_of_datasets_is_looked_at():
+    from datasets import Dataset as Table
+
     looked = []
-    data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
+    data = Table.from_dict({"x": [1, 2, 3]})
     with_index_column(data.with_transform(lambda rows: looked.append(rows) or rows))
     assert not looked
 
 
+@pytest.mark.oracle
 def test_columns_of_datasets():
-    data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
+    from datasets import Dataset as Table
+
+    data = Table.from_dict({"x": [1, 2, 3]})
     expected = [{"x": 1, "index": 0}, {"x": 2, "index": 1}, {"x": 3, "index": 2}]
     assert list(with_index_column(data)) == expected
     numbered = data.add_column("index", [5, 3, 4])
@@ -177,8 +184,11 @@ def test_columns_of_datasets():
     assert list(with_index_column(doubled)) == [{"index": i, "y": 2 * i + 2} for i in range(3)]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("column", [[0, 1, 0], ["a", "b", "c"], [0.0, 1.0, 2.0], [[0], [1], [2]]])
 def test_a_column_that_does_not_number_the_samples(column):
-    data = datasets.Dataset.from_dict({"x": [1, 2, 3], "index": column})
-    with pytest.raises(ValueError, match=r"'index' must hold a whole number .*remove_columns"):
+    from datasets import Dataset as Table
+
+    data = Table.from_dict({"x": [1, 2, 3], "index": column})
+    with pytest.raises(ValueError, match=r"'index'.*remove_columns"):
         with_index_column(data)
