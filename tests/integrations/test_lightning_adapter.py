@@ -199,7 +199,7 @@ def test_a_step_that_fetches_its_own_batches_is_refused(added):
 
 
 def test_one_term_is_enough():
-    with pytest.raises(ValueError, match="callbacks must hold one trajectory term.*several"):
+    with pytest.raises(ValueError, match=r"callbacks must hold one trajectory term.*several"):
         fit(Module(), [callback("saf"), callback("mesa")], loader())
 
 
