@@ -7,6 +7,7 @@ After a change that is meant:
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 ROOMS = ["", ".terms", ".memory", ".teacher", ".sam", ".sharpness", ".landscape"]
@@ -30,9 +31,10 @@ def names():
 
 def signature(thing):
     try:
-        return str(inspect.signature(thing))
+        text = str(inspect.signature(thing))
     except ValueError:
         return ""
+    return re.sub(r" at 0x\w+", "", text.replace("'", ""))  # a function's address, annotations
 
 
 def members(owner):
