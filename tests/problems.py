@@ -45,6 +45,22 @@ def network(seed: int = 0) -> nn.Module:
     )
 
 
+def conv_network(classes: int = 5, seed: int = 0) -> nn.Module:
+    """A small network of convolutions, each followed by its BatchNorm."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, classes),
+    )
+
+
 def batches(epoch: int, batch_size: int = 8) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """An epoch's batches in an order that depends on the epoch alone."""
     generator = torch.Generator().manual_seed(epoch)

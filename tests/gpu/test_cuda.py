@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from saltflat.codecs import CODECS
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA, SAF, EMATeacher
-from saltflat.codecs import CODECS
 
 SAMPLES, CLASSES, BATCH = 64, 10, 16
 CUDA = torch.device("cuda")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import pytorch_optimizer
 import torch
 from problems import CLASSES, FEATURES, WRAPPERS, dataset, network
 from references import MomentumSGD, sam_family_step
@@ -88,7 +87,10 @@ def small_network():
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
+@pytest.mark.oracle
 def test_sam_equals_pytorch_optimizers():
+    import pytorch_optimizer
+
     model = small_network()
     other = pytorch_optimizer.SAM(model.parameters(), torch.optim.SGD, rho=0.2, **BASE)
     x, y = dataset().tensors
@@ -107,8 +109,10 @@ def test_sam_equals_pytorch_optimizers():
     assert_close(ours, [p.detach() for p in model.parameters()])
 
 
+@pytest.mark.oracle
 def test_gsam_equals_pytorch_optimizers():
     """Its decomposition is ours; its rho comes from a scheduler of its own, here held constant."""
+    import pytorch_optimizer
 
     class Constant:
         def step(self):
@@ -126,8 +130,11 @@ def test_gsam_equals_pytorch_optimizers():
     assert_close(ours, [p.detach() for p in model.parameters()])
 
 
+@pytest.mark.oracle
 def test_asam_differs_from_pytorch_optimizers_on_vectors_alone():
     """It scales by |w|, ours by |w| + eta and, as the paper's code, leaves biases unscaled."""
+    import pytorch_optimizer
+
     model = nn.Linear(FEATURES, CLASSES, bias=False)
     start = model.weight.detach().clone()
     other = pytorch_optimizer.SAM(

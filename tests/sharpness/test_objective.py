@@ -105,6 +105,7 @@ def test_cudnn_computes_in_float32_meanwhile():
     assert torch.backends.cudnn.allow_tf32 == before
 
 
+@pytest.mark.newest
 def test_cudnn_also_where_the_caller_has_the_newer_setting():
     model, (x, y) = network(), dataset().tensors
     conv, seen = torch.backends.cudnn.conv, []

@@ -6,14 +6,13 @@ from types import MethodType
 
 import pytest
 import torch
-from problems import network
+from problems import conv_network, network
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from saltflat.core.cuda_graph import GraphedStep
 from saltflat.core.registry import Part
 from saltflat.teacher import EMATeacher, decay_for_half_life
-from saltflat.train.models import build_model
 
 
 def moved(model, seed):
@@ -391,7 +390,7 @@ def images(seed=0):
 def folded():
     """A model, a teacher that folds, and one that does not."""
     torch.manual_seed(0)
-    model = build_model("small_cnn", num_classes=5).double()
+    model = conv_network().double()
     teacher, plain = (EMATeacher(model, decay=0.5) for _ in range(2))
     assert teacher.fold()
     return model, teacher, plain

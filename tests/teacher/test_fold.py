@@ -3,12 +3,12 @@ from types import MethodType
 
 import pytest
 import torch
+from problems import conv_network
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import fuse_conv_bn_weights
 
 from saltflat.teacher import FoldedTwin
-from saltflat.train.models import build_model
 
 NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 
@@ -48,8 +48,11 @@ def assert_same(twin, module, x):
     torch.testing.assert_close(twin(x), module(x.clone()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", ["cifar_resnet18", "cifar_resnet101", "small_cnn", "resnet18"])
 def test_outputs_are_the_modules(name):
+    from saltflat.train.models import build_model
+
     module = ready(build_model(name, num_classes=5))
     twin = FoldedTwin(module)
     assert norms(twin) == 0 and norms(module) > 0
@@ -74,7 +77,7 @@ def test_every_kind_of_pair(kind, bias, affine, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_folded_weights_are_torchs(dtype, layout):
-    module = shaken(build_model("small_cnn", num_classes=5)).eval().to(dtype, memory_format=layout)
+    module = shaken(conv_network()).eval().to(dtype, memory_format=layout)
     twin = FoldedTwin(module)
     shaken(module, seed=1)
     twin.refresh()
@@ -94,7 +97,7 @@ def test_folded_weights_are_torchs(dtype, layout):
 
 
 def test_refresh_follows_the_module_in_place_and_keeps_no_gradient():
-    module = ready(build_model("small_cnn", num_classes=5))
+    module = ready(conv_network())
     twin = FoldedTwin(module)
     where = [p.data_ptr() for p in twin.parameters()]
     for parameter in shaken(module, 3).parameters():

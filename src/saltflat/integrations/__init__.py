@@ -1,1 +1,1 @@
-"""SAF and MESA where people already train; each module needs its framework, this package none."""
+"""Trajectory terms in other training frameworks, a module each; this package needs none of them."""

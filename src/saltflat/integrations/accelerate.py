@@ -1,53 +1,40 @@
-"""SAF and MESA in an Accelerate loop: on its device, and in its checkpoints.
+"""Trajectory terms in an Accelerate loop: on its device, and in its checkpoints.
 
-The loop stays the user's; `register` is the one line that SAF or MESA add to it beside their own.
+The loop stays the user's, with the term's lines in it; `register` is one more.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 try:
     from accelerate import Accelerator
 except ImportError as error:
     raise ImportError("accelerate is missing: pip install 'saltflat[accelerate]'") from error
 
-from saltflat.mesa import MESA
-from saltflat.saf import SAF
+from saltflat.terms import TrajectoryTerm
 
-Term = TypeVar("Term", SAF, MESA)
+Term = TypeVar("Term", bound=TrajectoryTerm)
 
 
 def register(accelerator: Accelerator, term: Term) -> Term:
-    """Move a term to the accelerator's device, and have its checkpoints hold the term's state.
+    """Move a term to the accelerator's device, and put its state into the checkpoints.
 
-    In one process `accelerator.register_for_checkpointing(term)` does the latter too. But of
-    several processes each has a part of SAF's memory, and Accelerate writes the main one's state
-    alone. What is registered here joins the parts; the file then suits any number of processes.
+    `accelerator.save_state` then calls `term.sync()` on every process. On one process,
+    `accelerator.register_for_checkpointing(term)` is enough.
 
     Args:
-        accelerator: Made before the term was built, because it starts torch.distributed.
-        term: A SAF or a MESA.
+        accelerator: Build it before the term, because it starts torch.distributed.
+        term: Any trajectory term.
 
     Returns:
         The same term.
 
     Example:
+        >>> from saltflat import SAF
         >>> accelerator = Accelerator()
         >>> saf = register(accelerator, SAF(num_samples=10, num_classes=2))
     """
-    accelerator.register_for_checkpointing(_Whole(term))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: term.sync())
+    accelerator.register_for_checkpointing(term)
     return term.to(accelerator.device)
-
-
-class _Whole:
-    """A term whose state is that of all processes."""
-
-    def __init__(self, term: SAF | MESA) -> None:
-        self.term = term
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.term.whole_state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.term.load_state_dict(state_dict)

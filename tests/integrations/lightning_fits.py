@@ -2,15 +2,13 @@
 
 import lightning.pytorch as pl
 import torch
+from adapters import EPOCHS, TERMS, order, sgd
 from problems import CLASSES, SAMPLES, dataset, network
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from saltflat import with_index
 from saltflat.integrations.lightning import MESACallback, SAFCallback
-
-SAF_SETTINGS = {"lag": 1, "start_epoch": 1}
-MESA_SETTINGS = {"decay": 0.9, "start_epoch": 1}
 
 
 class Module(pl.LightningModule):
@@ -40,14 +38,14 @@ class Module(pl.LightningModule):
         return self.make_optimizer(self)
 
 
-def sgd(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
 def loader(indexed=True, data=None, cls=DataLoader, batch_size=8, **kwargs):
     data = dataset() if data is None else data
-    order = DistributedSampler(data, 1, 0, seed=5)  # which depends on the epoch alone
-    return cls(with_index(data) if indexed else data, batch_size, sampler=order, **kwargs)
+    return cls(with_index(data) if indexed else data, batch_size, sampler=order(), **kwargs)
+
+
+def rows(epochs=EPOCHS):
+    """The samples of each batch of `loader`."""
+    return [row for epoch in range(epochs) for row in torch.tensor(list(order(epoch))).split(8)]
 
 
 class ResumableLoader(DataLoader):
@@ -69,7 +67,7 @@ class ResumableLoader(DataLoader):
         self.start = state["done"]
 
 
-def fit(module, callbacks, *data, epochs=4, ckpt_path=None, datamodule=None, **kwargs):
+def fit(module, callbacks, *data, epochs=EPOCHS, ckpt_path=None, datamodule=None, **kwargs):
     quiet = {
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
         "enable_checkpointing": any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
@@ -81,6 +79,10 @@ def fit(module, callbacks, *data, epochs=4, ckpt_path=None, datamodule=None, **k
 
 
 def callback(method, **kwargs):
+    """With the settings of `TERMS`."""
     if method == "saf":
-        return SAFCallback(SAMPLES, CLASSES, **SAF_SETTINGS, **kwargs)
-    return MESACallback(**MESA_SETTINGS, **kwargs)
+        return SAFCallback(SAMPLES, CLASSES, lag=1, start_epoch=1, **kwargs)
+    return MESACallback(decay=0.9, start_epoch=1, **kwargs)
+
+
+__all__ = ["TERMS", "Module", "ResumableLoader", "callback", "fit", "loader", "rows", "sgd"]
