@@ -50,8 +50,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Of version 0.1, where today's differ: what `method=mesa` and `method=ema` mean in a row."""
 USUAL: dict[str, Any] = {
-    **{"batch_statistics": False, "interval": 1},
-    **{"path": None, "exchange": "any"},
+    "batch_statistics": False,
+    "interval": 1,
+    "path": None,
+    "exchange": "any",
 }
 """Settings that only version 0.1 had, and the only values that can be left out."""
 GONE = {"method.match=spread", "method.batch_statistics=true"}
