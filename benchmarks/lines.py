@@ -46,10 +46,16 @@ OPTIONS: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mesa": {"warmup": True, "deviations": True, "match": "nearest"},
     "ema": {"warmup": True, "deviations": True},
+    **{name: {} for name in ("saf", "saf_shuffled")},
 }
 """Of version 0.1, where today's differ: what `method=mesa` and `method=ema` mean in a row."""
-USUAL: dict[str, Any] = {"batch_statistics": False, "interval": 1}
-"""Settings of version 0.1 that MESA has no more, and the only values that can be left out."""
+USUAL: dict[str, Any] = {
+    "batch_statistics": False,
+    "interval": 1,
+    "path": None,
+    "exchange": "any",
+}
+"""Settings that only version 0.1 had, and the only values that can be left out."""
 GONE = {"method.match=spread", "method.batch_statistics=true"}
 """Options of rows that only version 0.1 could train."""
 

@@ -94,7 +94,7 @@ def test_a_pages_code_runs_as_it_stands(page, tmp_path, monkeypatch):
     names = run(page)
     if "range(epochs)" in PAGES[page] and page != "docs/guides/distributed":
         terms = [names[name] for name in ("saf", "mesa") if name in names]
-        assert terms and all(term.epoch == 6 and term.started for term in terms)
+        assert terms and all(term.epoch == 6 and term.active for term in terms)
 
 
 def test_the_distributed_guides_loop_trains(tmp_path, monkeypatch):
@@ -188,7 +188,8 @@ def test_a_cards_code_runs_and_its_defaults_are_the_signatures(name):
     run(page, model=model)
     assert not torch.equal(model[0].weight, before)
     signature = inspect.signature(METHODS[name]).parameters
-    defaults = {n: repr(p.default) for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+    keywords = {n: p.default for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+    defaults = {n: getattr(value, "__name__", repr(value)) for n, value in keywords.items()}
     assert dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", card, re.MULTILINE)) == defaults
     for section in ("Use", "Settings", "Cost", "Where it does not help", "Reference"):
         assert f"\n## {section}\n" in card
@@ -246,7 +247,7 @@ def test_an_integrations_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     if page == "timm":
         terms.append(names["task"].term)
         assert names["first_epoch"] == 7
-    assert len(terms) == 2 and all(term.epoch == 6 and term.started for term in terms)
+    assert len(terms) == 2 and all(term.epoch == 6 and term.active for term in terms)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from saltflat.train.config import Config, DataConfig, MethodConfig, OptimizerCon
 from saltflat.train.files import read_json, to_json
 
 CONFIG, RESULT = "config.json", "result.json"
-_FREE = ("parallel", "timeout", "log", "checkpoint_every")
+_FREE = ("timeout", "log", "checkpoint_every")
 """What may be another when a run goes on: it decides how, not what is trained."""
 
 
