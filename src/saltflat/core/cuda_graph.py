@@ -32,6 +32,20 @@ def tick(part: Part) -> None:
         part.tick()
 
 
+@torch.library.custom_op("saltflat::keep", mutates_args=())
+def keep(tensor: Tensor) -> Tensor:
+    """A copy that torch.compile keeps for the backward pass instead of computing it again.
+
+    Rows of a memory must be kept: they are read, and then the memory is written.
+    """
+    return tensor.clone()
+
+
+@keep.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 @contextmanager
 def withhold_ticks() -> Iterator[None]:
     """While entered, parts do not tick themselves."""

@@ -148,6 +148,7 @@ class TrajectoryTerm(PlainState):
         """
         if not self._begun:
             raise RuntimeError("call set_epoch(epoch) at the start of every epoch, before forward")
+        eager = cuda_graph.eager()
         rows, batch = self._batch(outputs, args, kwargs)
         loss = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
         if not self.training:
@@ -156,6 +157,8 @@ class TrajectoryTerm(PlainState):
         valid = torch.zeros_like(keep)
         if self.active:
             reference, valid = self.reference(rows, batch)
+            if self.memory is not None and not eager:
+                reference, valid = cuda_graph.keep(reference), cuda_graph.keep(valid)
             valid = valid & keep
             loss = self.loss(rows, reference, valid, batch)
         self.record(rows, batch, keep)
@@ -165,7 +168,7 @@ class TrajectoryTerm(PlainState):
         if self._counted.device != keep.device:
             self._counted = self._counted.to(keep.device)
         self._counted += torch.stack([every, keep, valid, known]).sum(1)
-        if cuda_graph.eager():
+        if eager:
             TrajectoryTerm.tick(self)  # not a method's own, which may count its `update` too
         return loss
 
