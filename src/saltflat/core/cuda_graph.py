@@ -133,15 +133,19 @@ class GraphedStep:
         return any(x.is_cuda for x in inputs)
 
     def _eagerly(self, inputs: tuple[Tensor, ...]) -> Any:
-        """Step on a side stream, as a capture needs it."""
         self._require_tensor_rates()
+        with self._side_stream():
+            return self._step(*inputs)
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """The stream of the capture, on which the warm-up steps run too."""
         now = torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            outputs = self._step(*inputs)
+            yield
         now.wait_stream(self._stream)
-        return outputs
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
