@@ -70,6 +70,12 @@ def sampled(size, epoch, num_samples=N, batch_size=5):
     return steps[:-1] if epoch in (1, 4) else steps
 
 
+def drawn(size, epoch):
+    """Batches with repetitions: in a batch, in a later step, and on another rank."""
+    generator = torch.Generator().manual_seed(epoch)
+    return list(torch.randint(N, (4, size, 5), generator=generator))
+
+
 def spy(term):
     """Note what a term's memory gives, in `term.seen`."""
     read = term.memory.read
@@ -82,20 +88,20 @@ def spy(term):
     term.memory.read = spied
 
 
-def follow(ranks, term, twin, epochs, rank=None, size=None, sync=()):
+def follow(ranks, term, twin, epochs, rank=None, size=None, sync=(), draw=sampled):
     """Feed a term a batch on each rank, and its twin all of them; compare what they read."""
     rank, size = ranks.rank if rank is None else rank, size or ranks.size
     spy(term), spy(twin)
     compared = 0
     for epoch in epochs:
         term.set_epoch(epoch), twin.set_epoch(epoch)
-        for step, batches in enumerate(sampled(size, epoch)):
+        for step, batches in enumerate(draw(size, epoch)):
             rows = [len(batch) for batch in batches]
             logits = [outputs(n, epoch, step, r) for r, n in enumerate(rows)]
             if (epoch, step) in {(0, 0), (2, 1)}:
                 logits[size - 1][0, 1] = float("nan")
             own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-            everyones, index = torch.cat(logits), torch.cat(batches)
+            everyones, index = torch.cat(logits), torch.cat(list(batches))
             labels = index % CLASSES
             losses = [
                 term(logits[rank], Batch(batches[rank], labels=labels[own])),
@@ -138,6 +144,20 @@ def every_storage_reads_what_one_process_reads(ranks):
         require_equal(term, twin)
         ranks.require_same(term)
         assert term.nonfinite_rows == twin.nonfinite_rows == 2
+
+
+def of_a_sample_on_several_ranks_the_first_call_counts(ranks):
+    with warnings.catch_warnings(action="ignore"):  # that many rows share an index
+        for kind in (SAF, ThinAutoSAF):
+            term, twin = pair(ranks, kind)
+            follow(ranks, term, twin, range(6), draw=drawn)
+            term.sync()
+            require_equal(term, twin)
+            synced, twin = pair(ranks, kind)
+            some = {(epoch, step) for epoch in range(6) for step in (0, 2)}
+            follow(ranks, synced, twin, range(6), draw=drawn, sync=some)
+            synced.sync()
+            require_equal(synced, twin)
 
 
 def averages_take_visits_and_labels_along(ranks):
@@ -357,6 +377,7 @@ def expect(kind, message, function, *args):
 
 SCENARIOS = [
     every_storage_reads_what_one_process_reads,
+    of_a_sample_on_several_ranks_the_first_call_counts,
     averages_take_visits_and_labels_along,
     a_merge_in_chunks_gives_the_same,
     every_state_is_whole_after_set_epoch_and_sync,
