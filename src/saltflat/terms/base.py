@@ -235,7 +235,8 @@ class TrajectoryTerm(PlainState):
                     f"index must be within 0..{last}, got {least} to {most}: num_samples must be "
                     "the length of the whole training set"
                 )
-        index = index.to(memory.device, torch.int64, non_blocking=True)
+        on_host = memory.device.type == "cpu"  # where a copy must have arrived to be read
+        index = index.to(memory.device, torch.int64, non_blocking=not on_host)
         return torch.where((index >= 0) & (index <= last), index, last + 1)
 
     # Epochs.
