@@ -236,6 +236,8 @@ class TrajectoryTerm(PlainState):
                     "the length of the whole training set"
                 )
         on_host = memory.device.type == "cpu"  # where a copy must have arrived to be read
+        if on_host and outputs.is_cuda and cuda_graph.capturing():
+            raise RuntimeError("a CUDA graph cannot hold device='cpu': keep the memory on the GPU")
         index = index.to(memory.device, torch.int64, non_blocking=not on_host)
         return torch.where((index >= 0) & (index <= last), index, last + 1)
 
