@@ -75,7 +75,7 @@ def test_a_memory_on_the_host_cannot_be_captured():
     trace(saf)
     step = GraphedStep(lambda z, i: saf(z, i), [saf], warmup=1)
     step(outputs(0), torch.arange(BATCH, device=CUDA))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="device='cpu'"):
         step(outputs(0), torch.arange(BATCH, device=CUDA))
 
 
