@@ -46,7 +46,7 @@ def real_number(
         >>> real_number("weight", 1)
         1.0
     """
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else nan
+    number = nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     if not isfinite(number) or not least <= number <= most or (above and number == least):
         bounds = f"{'above' if above else 'of at least'} {least:g}"
         bounds += f" and at most {most:g}" if most < inf else ""

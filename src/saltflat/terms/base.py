@@ -96,7 +96,7 @@ class TrajectoryTerm(PlainState):
         self.epoch: int | None = None
         self.active = False
         """Whether the loss is added in this epoch."""
-        self._begun = False  # torch.compile would compile anew for every number of `epoch`
+        self._begun = False  # not `epoch`, for each number of which torch.compile would recompile
         self._since = 0  # the first epoch that was set
         # Rows, finite ones, those with a reference, those of known samples: of this process since
         # the last sync; and of all in this epoch, beside the rows that were not finite before it.
