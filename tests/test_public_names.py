@@ -43,6 +43,8 @@ def members(owner):
             continue
         if isinstance(value, staticmethod):
             value = value.__func__
+        if inspect.isfunction(value) and not value.__qualname__.startswith(owner.__name__):
+            continue  # torch hangs its own wrapper of `step` on a class of optimizers
         yield name + (signature(value) if inspect.isfunction(value) else "")
 
 
@@ -55,7 +57,9 @@ def test_every_public_name_is_documented():
     for room in ROOMS:
         module = importlib.import_module(f"saltflat{room}")
         for name in module.__all__:
-            assert getattr(module, name).__doc__, f"saltflat{room}.{name}"
+            thing = getattr(module, name)
+            if inspect.isclass(thing) or inspect.isroutine(thing):
+                assert thing.__doc__, f"saltflat{room}.{name}"
 
 
 if __name__ == "__main__":
