@@ -448,14 +448,18 @@ def test_a_model_without_logits(tmp_path):
 @pytest.mark.parametrize("extra", [{}, {"label_smoothing_factor": 0.1}], ids=["", "smoothing"])
 def test_a_model_that_returns_tuples(extra, tmp_path):
     """MESA must be told which of the teacher's outputs are the logits."""
-    model = bert()
-    model.config.return_dict = False
-    losses = trained("saf", tmp_path, model=model, **extra).losses
+
+    def tuples():
+        model = bert()
+        model.config.return_dict = False
+        return model
+
+    losses = trained("saf", tmp_path, model=tuples(), **extra).losses
     assert same(losses, trained("saf", tmp_path, **extra).losses)
     with pytest.raises(ValueError, match=r"got tuple: .*output=lambda"):
-        trained("mesa", tmp_path, model=model)
+        trained("mesa", tmp_path, model=tuples())
     settings = {"output": lambda out: out[0]}
-    losses = trained("mesa", tmp_path, model=model, settings=settings, **extra).losses
+    losses = trained("mesa", tmp_path, model=tuples(), settings=settings, **extra).losses
     assert same(losses, trained("mesa", tmp_path, **extra).losses)
 
 

@@ -7,9 +7,10 @@ optimizer step, and puts its state into every checkpoint's folder, for `resume_f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -170,7 +171,7 @@ class _Follow(TrainerCallback):
         self.epoch += 1
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.update(kwargs["model"])
+        self.trainer.term.update(cast(nn.Module, self.trainer.model))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.save_only_model:
