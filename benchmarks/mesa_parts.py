@@ -34,11 +34,10 @@ from typing import Any
 import record
 import torch
 from lines import config_of, folder_of
-from saltflat.mesa import MESA
-from saltflat.trajectory import trajectory_loss
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from saltflat.mesa import MESA
 from saltflat.train import Config, MethodConfig
 from saltflat.train.augment import Batch, TrainLoader
 from saltflat.train.data import Data, load_data
@@ -46,6 +45,7 @@ from saltflat.train.evaluate import TestSet, accuracies
 from saltflat.train.fast import build_steps, own_stream
 from saltflat.train.ranks import device_of
 from saltflat.train.state import State, build
+from saltflat.trajectory import trajectory_loss
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "released code: 0.8, T = 5, T^2, no warm-up": {"warmup": False},

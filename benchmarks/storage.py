@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import record
 import torch
-from saltflat.codecs import CODECS
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy, pad
 
 from saltflat import SAF, trajectory_loss
+from saltflat.codecs import CODECS
 
 MIB = 2**20
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

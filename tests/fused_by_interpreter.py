@@ -7,11 +7,11 @@ import warnings
 from functools import partial
 
 import torch
+
+from saltflat import MESA, SAF, _average, _fused, _term, mesa, saf
 from saltflat._match import MATCHES
 from saltflat._sources import Staged
 from saltflat.codecs import CODECS
-
-from saltflat import MESA, SAF, _average, _fused, _term, mesa, saf
 
 SAMPLES, BATCH = 20, 9
 warnings.filterwarnings("ignore", message="invalid value encountered", category=RuntimeWarning)

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from problems import CLASSES, FEATURES, SAMPLES, dataset, network, same
-from saltflat._match import MATCHES
-from saltflat.codecs import CODECS
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from saltflat import MESA, SAF, OutputMemory, StickySampler, with_index
+from saltflat._match import MATCHES
+from saltflat.codecs import CODECS
 from saltflat.core import cuda_graph
 from saltflat.train.plan import Plan
 

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
 from saltflat.codecs import CODECS, codec_for
 
 FINITE = hnp.arrays(

@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 from problems import CLASSES, FEATURES
-from saltflat.dialects import mesa_dialect
 from torch import nn
 from torch.nn import functional as F
 
 from saltflat import MESA
+from saltflat.dialects import mesa_dialect
 
 
 def kl(logits, teacher, temperature):

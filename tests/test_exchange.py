@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from saf_on_ranks import SCENARIOS
-from saltflat.exchange import block
 
 from saltflat import SAF, StickySampler
+from saltflat.exchange import block
 
 
 def run(folder, what, size, *args, **environment):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import triton
-from saltflat._match import MATCHES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from saltflat import _kernels
+from saltflat._match import MATCHES
 
 
 def test_the_gpu_kernels_compute_what_pytorch_does():

@@ -1,10 +1,10 @@
 import datasets
 import pytest
 import torch
-from saltflat.indexed import indexed_loader, split_index, with_index_column
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from saltflat import with_index
+from saltflat.indexed import indexed_loader, split_index, with_index_column
 
 
 class Squares(Dataset):

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from references import RingModel
-from saltflat.codecs import CODECS
 
 from saltflat import OutputMemory
+from saltflat.codecs import CODECS
 
 SAMPLES, CLASSES = 5, 3
 

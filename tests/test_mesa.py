@@ -6,11 +6,11 @@ import pytest
 import torch
 from problems import CLASSES, FEATURES, SAMPLES, dataset, network
 from references import mesa_training
-from saltflat._match import MATCHES, multiple, sums
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA
+from saltflat._match import MATCHES, multiple, sums
 
 
 @pytest.mark.parametrize("freeze_epoch", [None, 2, 5])

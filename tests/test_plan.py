@@ -1,7 +1,7 @@
 import pytest
-from saltflat.codecs import CODECS
 
 from saltflat import SAF
+from saltflat.codecs import CODECS
 from saltflat.train.plan import LINKS, Plan, advice, plan_of, table
 
 NVLINK, ETHERNET = LINKS

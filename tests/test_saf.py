@@ -5,10 +5,10 @@ import pytest
 import torch
 from problems import CLASSES, FEATURES, SAMPLES, dataset, recomputing_backend
 from references import saf_training
-from saltflat.codecs import CODECS
 from torch.nn.functional import cross_entropy
 
 from saltflat import SAF, trajectory_loss
+from saltflat.codecs import CODECS
 
 
 def outputs(*shape, seed=0):

@@ -4,11 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from saltflat._match import MATCHES
-from saltflat.codecs import CODECS
 from torch.nn.functional import cross_entropy
 
 from saltflat import MESA, SAF, EMATeacher
+from saltflat._match import MATCHES
+from saltflat.codecs import CODECS
 
 SAMPLES, CLASSES, BATCH = 64, 10, 16
 CUDA = torch.device("cuda")
