@@ -2,12 +2,14 @@
 # make test   set up what is missing, a browser too, then lint and run every test
 # make lint   ruff and mypy alone
 # make docs   the documentation, as a site in site/
-# make clean  remove the set-up
+# make clean  remove the set-ups
+# make test-lowest  set up .venv-lowest, then test the rooms below the runner on the lowest versions declared
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+LOWEST := .venv-lowest
 # One thread a worker: the nets are small and the workers many.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -15,7 +17,11 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 DEMO := runs/demo
 LANDSCAPES := $(foreach method,base sam saf mesa,$(DEMO)/$(method)/seed0) --points 31 --images 128
 
-.PHONY: demo test lint docs setup browser clean
+# What `make test-lowest` tests: the code and the tests of these rooms, as far as they are there.
+ROOMS := core memory teacher terms sam sharpness landscape
+LOWEST_TESTS ?= $(wildcard $(foreach room,$(ROOMS),tests/$(room) src/saltflat/$(room)))
+
+.PHONY: demo test test-lowest lint docs setup browser clean
 
 demo: $(READY)
 	$(BIN)/saltflat compare --config recipes/digits_noisy.yaml --methods "[base,sam,saf,mesa]" --jobs 2 --out $(DEMO)
@@ -24,6 +30,9 @@ demo: $(READY)
 
 test: lint browser
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto
+
+test-lowest: $(LOWEST)/ready
+	$(TEST_ENV) $(LOWEST)/bin/python -m pytest -n auto -m "not oracle and not newest" $(LOWEST_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -55,5 +64,13 @@ $(READY): pyproject.toml constraints.txt
 	$(call step,install saltflat and its tools (a few minutes),$(BIN)/python -m pip install -q -c constraints.txt -e ".[all]" --group dev)
 	@touch $@
 
+# About 3.1 GB to download. The lowest numpy has no wheel for Python 3.13.
+$(LOWEST)/ready: pyproject.toml constraints-lowest.txt
+	$(call step,look for Python 3.11 or 3.12,$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])')
+	$(call step,make $(LOWEST),$(PYTHON) -m venv $(LOWEST))
+	$(call step,bring pip up to date,$(LOWEST)/bin/python -m pip install -q --upgrade -c constraints-lowest.txt pip)
+	$(call step,install the lowest versions (a few minutes),$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt -e ".[sharpness]" --group test-rooms)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) $(LOWEST) site

@@ -1,8 +1,8 @@
 """What one `saf(logits, index)` costs, beside the cross-entropy of the same logits.
 
 Forward and backward to the logits, in rounds that take every contender in turn; the median and the
-quartiles of the rounds. On a GPU also the kernels and copies that one call launches, and the store
-in host memory and in a file.
+quartiles of the rounds. On a GPU also the kernels and copies that one call launches, and the memory
+on the host.
 
     python benchmarks/call_cost.py
 """
@@ -10,7 +10,6 @@ in host memory and in a file.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -50,7 +49,7 @@ class Contender:
         self.taken += 1
 
 
-def contenders(samples: int, classes: int, batch: int, folder: Path) -> dict[str, Contender]:
+def contenders(samples: int, classes: int, batch: int) -> dict[str, Contender]:
     """The cross-entropy, and SAF in every storage and place."""
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
     kinds: list[tuple[str, dict[str, Any], torch.device]] = [
@@ -91,9 +90,9 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(batch, classes, generator=generator).to(DEVICE).requires_grad_()
     labels = torch.randint(classes, (batch,), generator=generator).to(DEVICE)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the first epoch has no references
-        calls = contenders(samples, classes, batch, Path(folder))
+        calls = contenders(samples, classes, batch)
         for call in calls.values():  # an epoch to fill the memory and warm up
             for _ in call.batches:
                 call(logits, labels)

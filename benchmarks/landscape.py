@@ -27,7 +27,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from saltflat.landscape import Directions, loss_surface, random_directions
-from saltflat.landscape._evaluate import Places
+from saltflat.landscape.grid import SurfaceEvaluator
 from saltflat.train.bench import timed_rounds
 from saltflat.train.models import build_model
 
@@ -116,9 +116,9 @@ def recorded(work: Work, half: bool, fold: bool = True) -> Way:
     model, x, y, directions = work
     data = [(x, y)]
     how: dict[str, Any] = {"half": half, "fold": fold}
-    places = Places(model, cross_entropy, data, directions, batchnorm="eval", **how)
-    places.record()
-    return lambda at: places(at)[:, 0]
+    evaluate = SurfaceEvaluator(model, cross_entropy, data, directions, batchnorm="eval", **how)
+    evaluate(torch.zeros(4, 2))  # warm up and capture
+    return lambda points: evaluate(points)[:, 0]
 
 
 def ways(work: Work) -> dict[str, Callable[[], Way]]:
@@ -194,7 +194,7 @@ def whole(work: Work, points: int) -> list[dict[str, Any]]:
             "seconds": f"{seconds:.1f}",
             "how": surface.provenance["how"],
             "at its corners it differs by at most": "{absolute:.2g} ({relative:.2%})".format(
-                **surface.provenance["apart"]
+                **surface.provenance["difference"]
             ),
             "loss in the middle": f"{surface.provenance['origin_loss']:.4f}",
             "highest": f"{np.nanmax(surface.losses):.3g}",

@@ -1,4 +1,8 @@
-"""A row of a table, as it is written: a recipe's name, and the options that differ from it."""
+"""A row of a table, as it is written: a recipe's name, and the options that differ from it.
+
+Rows are written with the names and defaults that MESA and the moving average had in version 0.1,
+with which the kept runs were made. `renamed` gives the settings of today.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,48 @@ OPTIONS: dict[str, Any] = {
 """What it may say beside the method's settings, and a value of the kind."""
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mesa": {"warmup": True, "deviations": True, "match": "nearest"},
+    "ema": {"warmup": True, "deviations": True},
+}
+"""Of version 0.1, where today's differ: what `method=mesa` and `method=ema` mean in a row."""
+USUAL: dict[str, Any] = {"batch_statistics": False, "interval": 1}
+"""Settings of version 0.1 that MESA has no more, and the only values that can be left out."""
+GONE = {"method.match=spread", "method.batch_statistics=true"}
+"""Options of rows that only version 0.1 could train."""
+
+
+def renamed(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings as version 0.1 named them, under their names of today.
+
+    Raises:
+        ValueError: If only version 0.1 can run them.
+
+    Example:
+        >>> renamed("mesa", {"deviations": False, "match": "nearest", "interval": 1})
+        {'average_std': False, 'rescale': True}
+    """
+    if method not in DEFAULTS:
+        return settings
+    found = {}
+    for name, value in settings.items():
+        if name in USUAL or (name == "match" and value not in ("none", "nearest")):
+            require(value == USUAL.get(name), f"{name}={value} is gone: version 0.1 had it")
+        elif name == "match":
+            found["rescale"] = value == "nearest"
+        else:
+            found["average_std" if name == "deviations" else name] = value
+    return found
+
+
+def method_of(line: str) -> str:
+    """The name of a run's method."""
+    recipe, *options = line.split()
+    values = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    said = [option.removeprefix("method=") for option in options if option.startswith("method=")]
+    return str(said[0] if said else values.get("method", {}).get("name", "base"))
+
+
 def config_of(line: str, seed: int, data: str | None = None) -> Config:
     """A run: a recipe's name, and options as data.cutout=16, method=ema or method.weight=0.3.
 
@@ -71,12 +117,13 @@ def config_of(line: str, seed: int, data: str | None = None) -> Config:
             require(
                 not before, f"{' '.join(before)} must stand after {option}, whose setting it is"
             )
-            method = {"name": value, "settings": {}}
+            method = {"name": value, "settings": dict(DEFAULTS.get(value, {}))}
         else:
             (values.setdefault(section, {}) if section else values)[name] = value
     if data is not None:
         values["data"]["name"] = data
     parts = {name: kind(**values.pop(name, {})) for name, kind in SECTIONS.items()}
+    method["settings"] = renamed(method["name"], method["settings"])
     config = Config(**parts, **values, method=MethodConfig(**method), track_sharpness=10)
     check_config(config)
     tests = EVERY * max(1, config.epochs // 200) if config.epochs > 50 else 1

@@ -4,7 +4,7 @@ python benchmarks/speed.py methods  # ResNet-18, 32 px, batch 128, recorded and 
 python benchmarks/speed.py loop     # the README's loop, one operation at a time
 python benchmarks/speed.py models   # every model of the paper's two accuracy tables
 python benchmarks/speed.py seeds    # one to three seeds of a run side by side
-python benchmarks/speed.py stores   # ImageNet's outputs on the GPU, in host memory, in a file
+python benchmarks/speed.py stores   # ImageNet's outputs on the GPU and in host memory
 python benchmarks/speed.py profile  # the kernels that a method adds to a step
 python benchmarks/speed.py merge --machine h200 --date 2026-11-15  # these as one result
 """
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +46,6 @@ METHODS: dict[str, MethodConfig] = {
     "base": MethodConfig("base"),
     "saf": MethodConfig("saf"),
     "mesa": MethodConfig("mesa"),
-    "mesa, interval 2": MethodConfig("mesa", {"interval": 2}),
     "msam": MethodConfig("msam"),
     "looksam": MethodConfig("looksam"),
     "esam": MethodConfig("esam"),
@@ -207,7 +206,7 @@ def loop(rounds: int, steps: int) -> dict[str, Table]:
         loader = DataLoader(
             with_index(train_set), batch, True, num_workers=4 if CUDA else 0, pin_memory=CUDA
         )
-        for epoch in cycle([saf.start_epoch]):
+        for epoch in count(saf.start_epoch):
             saf.set_epoch(epoch)
             for index, x, y in loader:
                 x, y = x.to(DEVICE, non_blocking=True), y.to(DEVICE, non_blocking=True)
@@ -270,34 +269,26 @@ def stores(rounds: int, steps: int, batches: list[int]) -> dict[str, Table]:
     model = resnet50(num_classes=classes).to(DEVICE, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     tables = {}
-    with tempfile.TemporaryDirectory() as folder:
-        places: dict[str, dict[str, Any]] = {
-            "on the GPU": {},
-            "in host memory": {"device": "cpu"},
-            "in a file": {"path": Path(folder, "outputs")},
+    terms: dict[str, SAF | None] = {"none (base)": None}
+    for storage in ("float16", "uint8"):
+        for place, device in {"on the GPU": None, "in host memory": "cpu"}.items():
+            terms[f"{storage}, {place}"] = SAF(samples, classes, storage=storage, device=device)
+    for batch in batches:
+        x = torch.randn(batch, 3, side, side, device=DEVICE)
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = torch.randint(classes, (batch,), device=DEVICE)
+        indices = torch.randperm(samples)[: 64 * batch].reshape(-1, batch)
+        contenders = {
+            name: partial(_store_step, model, optimizer, x, y, cycle(indices), steps, saf)
+            for name, saf in terms.items()
         }
-        terms: dict[str, SAF | None] = {"none (base)": None}
-        for storage in ("float16", "uint8"):
-            for place, where in places.items():
-                where = {k: v.with_suffix("." + storage) if k == "path" else v
-                         for k, v in where.items()}  # fmt: skip
-                terms[f"{storage}, {place}"] = SAF(samples, classes, storage=storage, **where)
-        for batch in batches:
-            x = torch.randn(batch, 3, side, side, device=DEVICE)
-            x = x.contiguous(memory_format=torch.channels_last)
-            y = torch.randint(classes, (batch,), device=DEVICE)
-            indices = torch.randperm(samples)[: 64 * batch].reshape(-1, batch)
-            contenders = {
-                name: partial(_store_step, model, optimizer, x, y, cycle(indices), steps, saf)
-                for name, saf in terms.items()
-            }
-            for saf in terms.values():
-                if saf is not None:
-                    _fill(saf, indices, torch.randn(batch, classes, device=DEVICE))
-            seconds = timed_rounds(contenders, rounds, time.perf_counter)
-            heading = f"ResNet-50, {side} px, batch {batch}, n = {rounds} x {steps} steps:"
-            tables[heading] = _ratios(seconds, steps * batch)
-            print(heading, tables[heading], flush=True)
+        for saf in terms.values():
+            if saf is not None:
+                _fill(saf, indices, torch.randn(batch, classes, device=DEVICE))
+        seconds = timed_rounds(contenders, rounds, time.perf_counter)
+        heading = f"ResNet-50, {side} px, batch {batch}, n = {rounds} x {steps} steps:"
+        tables[heading] = _ratios(seconds, steps * batch)
+        print(heading, tables[heading], flush=True)
     return tables
 
 
@@ -312,8 +303,6 @@ def _store_step(
 ) -> None:
     for _ in range(steps):
         index = next(orders)
-        if saf is not None:
-            saf.prefetch(index, DEVICE)
         with torch.autocast(DEVICE.type, torch.bfloat16):
             logits = model(x)
         loss = cross_entropy(logits.float(), y)
@@ -331,7 +320,7 @@ def _fill(saf: SAF, indices: Tensor, logits: Tensor) -> None:
     saf.set_epoch(epoch)
     for index in indices:
         saf(logits, index)
-    saf.set_epoch(epoch + saf.memory.lag)
+    saf.set_epoch(epoch + saf.lag)
 
 
 def _take(steps: Iterator[None], count: int) -> None:

@@ -42,7 +42,7 @@ class Job:
 
 
 class Block(nn.Module):
-    """Layers that FSDP keeps together; of an odd size, so that parts are uneven."""
+    """Two layers and a shortcut."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()

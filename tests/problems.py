@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from saltflat import MESA, SAF, sam, with_index
-from saltflat.sam._wrapper import SharpnessAware
+from saltflat.sam.base import SharpnessAware
 
 SAMPLES, FEATURES, CLASSES = 24, 6, 4
 
@@ -42,6 +42,22 @@ def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
+
+
+def conv_network(classes: int = 5, seed: int = 0) -> nn.Module:
+    """A small network of convolutions, each followed by its BatchNorm."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, classes),
     )
 
 

@@ -43,17 +43,16 @@ class LinearClassifier:
         strength: float,
         temperature: float,
     ) -> float:
-        """One step on cross-entropy + strength * mean KL over the rows that have a reference."""
+        """One step on cross-entropy + strength * KL over the rows with a reference / all rows."""
         logits = x @ self.weight
-        count = max(sum(r is not None for r in references), 1)
         loss, pulls = 0.0, np.zeros_like(logits)
         for i, (z, label, reference) in enumerate(zip(logits, y, references, strict=True)):
             q = softmax(z)
             loss -= np.log(q[label]) / len(x)
             pulls[i] += (q - np.eye(len(z))[label]) / len(x)
             if reference is not None:
-                loss += strength * kl(reference, z, temperature) / count
-                pulls[i] += strength * kl_gradient(reference, z, temperature) / count
+                loss += strength * kl(reference, z, temperature) / len(x)
+                pulls[i] += strength * kl_gradient(reference, z, temperature) / len(x)
         self.weight -= self.learning_rate * x.T @ pulls
         return float(loss)
 
@@ -111,17 +110,19 @@ def mesa_training(
 
 
 class RingModel:
-    """What a ring of `lag` slots with stamps holds, as a dictionary."""
+    """What a ring of `lag + 1` slots with stamps holds, as a dictionary."""
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
         self.cells: dict[tuple[int, int], tuple[int, Array]] = {}
 
     def swap(self, epoch: int, index: list[int], rows: Array) -> list[Array | None]:
-        """References of a batch, after which its own outputs take their place."""
-        found = [self.cells.get((epoch % self.lag, i)) for i in index]
+        """References of a batch, after which its samples' first outputs of the epoch are kept."""
+        slots = self.lag + 1
+        found = [self.cells.get(((epoch - self.lag) % slots, i)) for i in index]
         for i, row in zip(index, rows, strict=True):
-            self.cells[epoch % self.lag, i] = (epoch, row)
+            if self.cells.get((epoch % slots, i), (None,))[0] != epoch:
+                self.cells[epoch % slots, i] = (epoch, row)
         return [cell[1] if cell and cell[0] == epoch - self.lag else None for cell in found]
 
 

@@ -1,4 +1,4 @@
-"""Two processes that train with the SAM family; run by test_distributed.py."""
+"""Two processes that train with the SAM family; run by sam/test_sam_distributed.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from problems import CLASSES, FEATURES, WRAPPERS, Wrapper, dataset, network
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +82,7 @@ def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     half = slice(8 * rank, 8 * rank + 8)
+    mesh = init_device_mesh("cpu", (2,))
 
     def say(*words: object) -> None:
         with Path(f"{store}.{rank}").open("a") as findings:
@@ -92,6 +95,11 @@ def main(rank: int, store: str) -> None:
             model = train(wrapper, DistributedDataParallel(smooth()), half)
             alone = train(wrapper, smooth(), slice(0, 16))
             say(name, "equals one process:", close(model.module, alone))
+            parts = train(wrapper, fully_shard(smooth(), mesh=mesh), half)
+            whole = smooth()
+            for mine, theirs in zip(whole.parameters(), parts.parameters(), strict=True):
+                mine.data.copy_(theirs.full_tensor())
+            say(name, "sharded, equals one process:", close(whole, alone))
     for method in (SAM, ASAM):
         wrapper = Wrapper(method, 2, 2)
         model = train(wrapper, DistributedDataParallel(smooth()), half, m_sharpness=True)

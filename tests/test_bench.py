@@ -182,7 +182,7 @@ def test_the_command_is_for_any_machine(words, expected):
         ("recipes/a.yaml", "recipes/a.yaml"),
         ("../a/b", "../a/b"),
         ("--config=/a/b.yaml", "--config=b.yaml"),
-        ("{saf: {path: /a/b}, mesa: {path: '/c/d'}}", "{saf: {path: b}, mesa: {path: 'd'}}"),
+        ("{saf: {one: /a/b}, mesa: {two: '/c/d'}}", "{saf: {one: b}, mesa: {two: 'd'}}"),
     ],
 )
 def test_absolute_paths_become_names(word, expected):

@@ -145,7 +145,7 @@ def test_sharpness_prints_what_it_writes(tmp_path, capsys, monkeypatch):
     for row in record["rows"]:
         sam, m = row["results"]["sam"], row["results"]["m"]
         assert sam["batchnorm"] == m["batchnorm"] == "batch" and sam["images"] == 100
-        low, high = m["interval"]
+        low, high = m["interval"]["low"], m["interval"]["high"]
         assert f"{sam['value']:.4g}" in said and f"{m['value']:.4g} [{low:.4g}, {high:.4g}]" in said
     assert "up to 100 training images of each run, seed 3; BatchNorm: batch; float32" in said
     assert "sam: rho 0.1; m: rho 0.1, m 16" in said

@@ -33,7 +33,6 @@ BAD = {
         "epochs": [0, -1],
         "label_smoothing": [-0.1, 1.0, NAN],
         "precision": ["fp16", "bfloat16"],
-        "parallel": ["dp", "FSDP"],
         "timeout": [0.0, -1.0, NAN, INF],
         "checkpoint_every": [0],
         "evaluate_every": [0, -5],

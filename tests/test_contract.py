@@ -1,240 +1,23 @@
-"""What every method promises: first SAF and MESA, then the SAM family."""
+"""What every method of the SAM family promises."""
 
 import copy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from problems import (
     CLASSES,
     FEATURES,
-    METHODS,
     WRAPPERS,
-    Run,
-    batches,
     dataset,
     network,
-    recomputing_backend,
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import saltflat
 from saltflat.sam import ASAM, ESAM, GSAM, MSAM, SAM, LookSAM
-
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-
-
-def assert_same_run(one, other):
-    for name, tensor in one.model.state_dict().items():
-        assert torch.equal(tensor, other.model.state_dict()[name]), name
-    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-
-
-@every_method
-def test_training_is_bit_identical_to_plain_training_before_the_start(method):
-    plain, ours = Run(), Run(method, start_epoch=4)
-    for epoch in range(4):
-        plain.epoch(epoch)
-        ours.epoch(epoch)
-    assert_same_run(plain, ours)
-    plain.epoch(4)
-    ours.epoch(4)
-    assert not torch.equal(plain.model[0].weight, ours.model[0].weight)
-
-
-@every_method
-def test_weight_0_equals_cross_entropy_alone(method):
-    plain, ours = Run(), Run(method, weight=0.0)
-    for epoch in range(5):
-        plain.epoch(epoch)
-        ours.epoch(epoch)
-    assert_same_run(plain, ours)
-
-
-@every_method
-@pytest.mark.parametrize("stop", [(1, 1), (3, 2), (5, 0)])
-def test_resume_in_the_middle_of_an_epoch_is_bit_exact(method, stop, tmp_path):
-    last_epoch, batch = stop
-    straight, first, second = Run(method), Run(method), Run(method)
-    for epoch in range(7):
-        straight.epoch(epoch)
-    for epoch in range(last_epoch):
-        first.epoch(epoch)
-    first.epoch(last_epoch, stop=batch)
-    torch.save(first.state(), tmp_path / "checkpoint.pt")
-
-    second.model.load_state_dict(network(seed=9).state_dict())
-    second.load(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    assert second.term.epoch == last_epoch
-    second.epoch(last_epoch, skip=batch)
-    for epoch in range(last_epoch + 1, 7):
-        second.epoch(epoch)
-    second.losses = first.losses + second.losses
-    assert_same_run(straight, second)
-    for name, tensor in straight.term.state_dict().items():
-        assert torch.equal(tensor, second.term.state_dict()[name]), name
-
-
-@every_method
-def test_state_is_tensors_by_name_alone(method):
-    run = Run(method)
-    run.epoch(0)
-    assert all(isinstance(value, torch.Tensor) for value in run.term.state_dict().values())
-
-
-@every_method
-def test_after_loading_forward_needs_no_set_epoch(method):
-    run = Run(method)
-    run.epoch(3)
-    term = method.make(run.model)
-    term.load_state_dict(run.term.state_dict())
-    index, x, _ = next(batches(3))
-    logits = run.model(x)
-    assert method.loss(term, logits, index, x).isfinite()
-    with pytest.raises(ValueError, match="epoch 2 comes after epoch 3"):
-        term.set_epoch(2)
-
-
-@every_method
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_grad_scaler(method, dtype, device):
-    """The scaled half-precision run stays close to the float32 one, with no row left out."""
-    runs = {}
-    for half in (False, True):
-        model = network().to(device)
-        term, optimizer = method.make(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler(device.type, enabled=half and dtype == torch.float16)
-        terms = []
-        for epoch in range(5):
-            term.set_epoch(epoch)
-            for index, x, y in batches(epoch):
-                x, y = x.to(device), y.to(device)
-                with torch.autocast(device.type, dtype, enabled=half):
-                    logits = model(x)
-                    extra = method.loss(term, logits, index, x)
-                    loss = cross_entropy(logits, y) + extra
-                assert logits.dtype == (dtype if half else torch.float32)
-                assert extra.dtype == torch.float32
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                method.after_step(term, model)
-                terms.append(extra.item())
-        assert term.nonfinite_rows == 0
-        runs[half] = torch.tensor(terms)
-    assert runs[False].max() > 0.01
-    torch.testing.assert_close(runs[True], runs[False], rtol=0.1, atol=0.02)
-
-
-@every_method
-def test_forward_before_set_epoch(method):
-    model = network()
-    index, x, _ = next(batches(0))
-    with pytest.raises(RuntimeError, match=r"call set_epoch\(epoch\)"):
-        method.loss(method.make(model), model(x), index, x)
-
-
-@every_method
-@pytest.mark.parametrize("epoch", [-1, 1.5, True, "3", None, 2**31])
-def test_bad_epoch(method, epoch):
-    with pytest.raises(ValueError, match="epoch must be a whole number from 0"):
-        method.make(network()).set_epoch(epoch)
-
-
-@every_method
-def test_an_epoch_that_goes_backwards_changes_nothing(method):
-    run = Run(method)
-    run.epoch(3)
-    before = copy.deepcopy(run.term.state_dict())
-    with pytest.raises(ValueError, match="epoch 1 comes after epoch 3"):
-        run.term.set_epoch(1)
-    for name, tensor in run.term.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    run.epoch(3)
-
-
-@every_method
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"weight": -0.1}, "weight must be 0 or more"),
-        ({"weight": float("nan")}, "weight must be 0 or more"),
-        ({"temperature": 0}, "temperature must be positive"),
-        ({"temperature": float("inf")}, "temperature must be positive"),
-        ({"start_epoch": -1}, "start_epoch must be a whole number from 0"),
-        ({"start_epoch": 5.5}, "start_epoch must be a whole number from 0"),
-    ],
-)
-def test_bad_settings(method, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        method.make(network(), **kwargs)
-
-
-@every_method
-def test_whole_numbers_of_any_kind(method):
-    term = method.make(network())
-    term.set_epoch(np.int64(3))
-    assert term.epoch == 3
-
-
-@every_method
-def test_loading_a_state_of_another_size_changes_nothing(method):
-    run, other = Run(method), Run(method)
-    run.epoch(0)
-    other.epoch(0)
-    other.epoch(1)
-    state = other.term.state_dict()
-    name = list(state)[-1]
-    state[name] = torch.cat([state[name].reshape(-1), state[name].reshape(-1)])
-    before = copy.deepcopy(run.term.state_dict())
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match=r"belongs to a .* with other settings"):
-            run.term.load_state_dict(state, strict=strict)
-        for key, tensor in run.term.state_dict().items():
-            assert torch.equal(tensor, before[key]), key
-
-
-@every_method
-def test_logits_that_are_not_numbers_for_a_softmax(method):
-    model = network()
-    term = method.make(model)
-    term.set_epoch(0)
-    index, x, _ = next(batches(0))
-    with pytest.raises(ValueError, match=r"logits must be floating-point numbers, got torch.int64"):
-        method.loss(term, torch.zeros(8, 4, dtype=int), index, x)
-
-
-@every_method
-def test_compiled_training_equals_eager_training(method):
-    """With the partitioner that decides what the backward pass computes again."""
-    eager, compiled = Run(method), Run(method)
-
-    def forward(index, x, y):
-        logits = compiled.model(x)
-        return cross_entropy(logits, y) + method.loss(compiled.term, logits, index, x)
-
-    torch._dynamo.reset()
-    step = torch.compile(forward, backend=recomputing_backend, fullgraph=True)
-    for epoch in range(5):
-        eager.epoch(epoch)
-        compiled.term.set_epoch(epoch)
-        for index, x, y in batches(epoch):
-            loss = step(index, x, y)
-            compiled.optimizer.zero_grad()
-            loss.backward()
-            compiled.optimizer.step()
-            method.after_step(compiled.term, compiled.model)
-            compiled.losses.append(loss.detach())
-    torch.testing.assert_close(compiled.losses, eager.losses)
-    for mine, other in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-# The SAM family.
 
 every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
 
@@ -628,30 +411,30 @@ def test_bad_settings_of_the_family(wrapper):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="rho"):
         wrapper.make(base, rho=-0.1)
-    with pytest.raises(ValueError, match="wraps an optimizer"):
+    with pytest.raises(TypeError, match=r"base_optimizer.*got generator"):
         wrapper.make(model.parameters())
     optimizer = wrapper.make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"rho.*got -1"):
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "rho": -1})
     assert len(optimizer.param_groups) == 1
     for unsuitable in (optimizer, torch.optim.LBFGS(model.parameters())):
-        with pytest.raises(ValueError, match="wraps an optimizer that steps without a closure"):
+        with pytest.raises(TypeError, match=f"base_optimizer.*got {type(unsuitable).__name__}"):
             wrapper.make(unsuitable)
 
 
 @pytest.mark.parametrize(
     ("make", "kwargs", "message"),
     [
-        (SAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
-        (LookSAM, {"interval": 0}, "interval must be a whole number of at least 1, got 0"),
-        (LookSAM, {"alpha": -1}, "alpha must be 0 or more"),
-        (ESAM, {"gamma": 0}, r"gamma must be within \(0, 1\], got 0"),
-        (ESAM, {"beta": 1.1}, r"beta must be within \(0, 1\], got 1.1"),
-        (ASAM, {"eta": -1}, "eta must be 0 or more"),
-        (GSAM, {"alpha": -1}, "alpha must be 0 or more"),
-        (GSAM, {"rho_min": 0.5}, r"rho_min must be within \[0, rho=0.04\], got 0.5"),
-        (GSAM, {"lr_min": 0.1}, "lr_max must be above lr_min=0.1, got 0.1"),
-        (SAM, {"m_sharpness": True}, "m_sharpness needs model="),
+        (SAM, {"interval": 0}, "interval.*got 0"),
+        (LookSAM, {"interval": 0}, "interval.*got 0"),
+        (LookSAM, {"alpha": -1}, "alpha.*got -1"),
+        (ESAM, {"gamma": 0}, r"gamma.*\(0, 1\].*got 0"),
+        (ESAM, {"beta": 1.1}, r"beta.*\(0, 1\].*got 1.1"),
+        (ASAM, {"eta": -1}, "eta.*got -1"),
+        (GSAM, {"alpha": -1}, "alpha.*got -1"),
+        (GSAM, {"rho_min": 0.5}, r"rho_min.*\[0, rho=0.04\].*got 0.5"),
+        (GSAM, {"lr_min": 0.1}, "lr_max.*lr_min=0.1.*got 0.1"),
+        (SAM, {"m_sharpness": True}, "m_sharpness needs model=.*got NoneType"),
     ],
 )
 def test_bad_settings_of_one_method(make, kwargs, message):
@@ -662,7 +445,7 @@ def test_bad_settings_of_one_method(make, kwargs, message):
 
 def test_msam_needs_momentum():
     model = network()
-    with pytest.raises(ValueError, match="the base optimizer has none: give it momentum"):
+    with pytest.raises(ValueError, match=r"momentum.*got 0"):
         MSAM(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -673,7 +456,7 @@ def test_steps_out_of_order_change_nothing(wrapper):
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="step needs a closure"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="second_step comes after first_step"):
+    with pytest.raises(RuntimeError, match="second_step needs first_step"):
         optimizer.second_step()
     if not isinstance(optimizer, MSAM):
         with pytest.raises(RuntimeError, match=r"must call loss.backward\(\)"):
@@ -684,7 +467,8 @@ def test_steps_out_of_order_change_nothing(wrapper):
     with pytest.raises(RuntimeError, match="first_step was called twice"):
         optimizer.first_step()
     optimizer.zero_grad()
-    optimizer.second_step()
+    with pytest.raises(RuntimeError, match=r"must call loss.backward\(\)"):
+        optimizer.second_step()
     assert_all_equal(before, model.parameters())
 
 
@@ -711,7 +495,10 @@ def test_a_step_can_be_cancelled(wrapper):
     step(wrapper, optimizer, model)
     optimizer.steps = 0
     before = [p.detach().clone() for p in model.parameters()]
+    x, y = dataset().tensors
     for way_out in (optimizer.cancel, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        cross_entropy(model.eval()(x), y).backward()
+        model.train()
         optimizer.first_step()
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         way_out()
@@ -738,7 +525,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_weights_as_they_were(wr
             if not frame.f_code.co_filename.startswith(package):
                 return None
             # What undoes a step is not itself interrupted.
-            if frame.f_code.co_name in {"cancel", "__exit__", "_or_cancel", "set_random_state"}:
+            if frame.f_code.co_name in {"_restore", "__exit__", "set_random_state"}:
                 return None
             if event == "line":
                 seen.append(1)

@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from saltflat.cli import main
-from saltflat.landscape import Surface, plot
+from saltflat.landscape import Surface
 from saltflat.landscape.scale import common_scale
+from saltflat.report import surfaces as plot
 from saltflat.train import Config, DataConfig, MethodConfig, fit
 from saltflat.train.checkpoint import load_checkpoint, load_snapshots
 from saltflat.train.runs import open_run
@@ -111,53 +112,61 @@ def test_a_line_goes_where_it_is_told(runs):
     assert not (runs / "base" / "landscape_line.npz").exists()
 
 
+def test_a_terminal_shows_the_points_done_and_the_time_left(runs, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    landscape(runs / "base", *SMALL)
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in ("base, seed 0", "16/16", "0:00:00"))
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(runs, monkeypatch, capsys):
     from saltflat.landscape import surface
 
-    monkeypatch.setattr(surface, "CHUNK", 4)
+    monkeypatch.setattr(surface, "_CHUNK", 4)
     monkeypatch.setattr(surface, "_LOOK_SECONDS", 1e9)
-    evaluate, calls = surface.Places.__call__, []
+    evaluate, calls = surface.SurfaceEvaluator.__call__, []
 
-    def interrupted(self, places):
-        calls.append(len(places))
+    def interrupted(self, points):
+        calls.append(len(points))
         if calls.count(4) == 3:
             raise KeyboardInterrupt
-        return evaluate(self, places)
+        return evaluate(self, points)
 
-    monkeypatch.setattr(surface.Places, "__call__", interrupted)
+    monkeypatch.setattr(surface.SurfaceEvaluator, "__call__", interrupted)
     with pytest.raises(SystemExit) as exit_:
         landscape(runs / "base", *SMALL)
     assert exit_.value.code == 130
     assert "stopped and saved; the same command goes on" in capsys.readouterr().out
     path = runs / "base" / "landscape.npz"
     assert Surface.load(path).done == 9
-    with pytest.raises(ValueError, match="has 9 of 16 places: finish it first"):
+    with pytest.raises(ValueError, match=r"surfaces.*'a' with 9 of 16 points"):
         plot.contours({"a": Surface.load(path)})
-    monkeypatch.setattr(surface.Places, "__call__", evaluate)
+    monkeypatch.setattr(surface.SurfaceEvaluator, "__call__", evaluate)
     landscape(runs / "base", *SMALL)
     assert Surface.load(path).complete
     error = refused(capsys, runs / "base", *SMALL, "--seed", 1)
-    assert "seed is 0 there and 1 here): remove it or choose another file" in error
+    assert "seed is 0 there and 1 here)" in error
 
 
 def test_bad_input_is_told_what_to_do(runs, capsys, monkeypatch):
     base, saf, resnet = (runs / name for name in ("base", "saf", "resnet"))
     between = ["--mode", "between"]
     assert "holds no run" in refused(capsys, runs / "none")
-    assert "points must be at least 2, got 1" in refused(capsys, base, "--points", 1)
-    assert "span must be positive, got 0" in refused(capsys, base, "--span", 0)
+    assert "points must be an integer >= 2, got 1" in refused(capsys, base, "--points", 1)
+    assert "span must be a positive number, got 0" in refused(capsys, base, "--span", 0)
     assert "two runs of one model, got" in refused(capsys, base, resnet, *between)
     assert "two runs of one model, got" in refused(capsys, base, *between)
     assert "--out is for one surface, and there are 2" in refused(
         capsys, base, saf, "--out", "a.npz"
     )
     error = refused(capsys, resnet, "--mode", "trajectory")
-    assert f"{resnet}: 0 snapshots make no plane" in error and "snapshot_every set" in error
+    assert f"{resnet}: snapshots" in error and "got 0: train with snapshot_every set" in error
     assert "unknown option --point" in refused(capsys, base, "--point", 3)
     shutil.rmtree(base / "checkpoints")
     assert "has no checkpoint yet: train it" in refused(capsys, base)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "saltflat.landscape.plot")
+    monkeypatch.delitem(sys.modules, "saltflat.report")
+    monkeypatch.delitem(sys.modules, "saltflat.report.surfaces")
     error = refused(capsys, saf, *SMALL, "--figures", runs)
     assert "pip install 'saltflat[report]'" in error
     assert not (saf / "landscape.npz").exists()
@@ -222,9 +231,9 @@ def test_steep_lines_are_drawn_on_a_logarithmic_axis():
 
 def test_what_cannot_be_drawn():
     grid, line = surface_of(np.ones((3, 3))), surface_of(np.ones(3))
-    with pytest.raises(ValueError, match="b: lines and grids do not fit in one picture"):
+    with pytest.raises(ValueError, match=r"surfaces.*got 'b' of 1 dimensions"):
         plot.contours({"a": grid, "b": line})
-    with pytest.raises(ValueError, match=r"no loss of these surfaces is a number.*smaller span"):
+    with pytest.raises(ValueError, match=r"losses.*got none: .*smaller span"):
         plot.contours({"a": surface_of(np.full((3, 3), np.nan))})
     assert plot.contours({"a": grid}).axes  # a plain
 

@@ -7,9 +7,9 @@ import torch
 from problems import CLASSES, SAMPLES, WRAPPERS, batches, network, same
 from torch import nn
 
-from saltflat import MESA, SAF, sam, trajectory_loss
+from saltflat import MESA, SAF, TrajectoryTerm, sam, terms, trajectory_loss
 from saltflat.teacher import EMATeacher
-from saltflat.train.augment import Batch
+from saltflat.train.augment import Batch, Mixed
 from saltflat.train.config import Config, MethodConfig, OptimizerConfig
 from saltflat.train.methods import METHODS, Setting, Training, check_method
 from saltflat.train.optim import build_optimizer
@@ -70,6 +70,11 @@ class Trained:
     def load(self, state):
         self.model.load_state_dict(state["model"])
         self.training.load_state_dict(state["training"])
+
+
+def called(training, logits, index, labels=None):
+    """The term's loss, as a step asks for it."""
+    return training.term(logits, terms.Batch(index, ((logits,), {}), labels))
 
 
 def through_a_file(state):
@@ -161,7 +166,7 @@ def test_settings_are_those_of_the_signature(name):
     settings = METHODS[name].settings()
     if name in CLASS_OF:
         given = {"base_optimizer", "model", "m_sharpness", "process_group"}
-        given |= {"num_samples", "num_classes"}
+        given |= {"num_samples", "num_classes", "output", "class_dim"}
         parameters = inspect.signature(CLASS_OF[name]).parameters
         expected = {p.name: p.default for p in parameters.values() if p.name not in given}
         # How the runner makes the batches is its own.
@@ -176,7 +181,7 @@ def test_settings_of_the_rest():
     saf = METHODS["saf"].settings()
     uniform = METHODS["saf_uniform"].settings()
     assert uniform == {key: saf[key] for key in uniform}  # a control has what it controls for
-    assert set(saf) - set(uniform) == {"lag", "storage", "device", "path", "exchange"}
+    assert set(saf) - set(uniform) == {"lag", "storage", "device"}
 
 
 def test_settings_reach_the_method():
@@ -184,7 +189,7 @@ def test_settings_reach_the_method():
     assert build("saf", network(), weight=0.7).term.weight == 0.7
     assert build("mesa", network(), decay=0.7).teacher.decay == 0.7
     assert build("label_smoothing", network(), smoothing=0.2).label_smoothing == 0.2
-    with pytest.raises(ValueError, match="rho must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"rho.*got -1"):
         build("sam", network(), rho=-1)
     with pytest.raises(ValueError, match=r"smoothing must be within \[0, 1\), got 1.0"):
         build("label_smoothing", network(), smoothing=1.0)
@@ -209,7 +214,8 @@ def test_the_table_says_all_and_is_read_only():
     for name, method in METHODS.items():
         assert method.summary and (method.citation or name == "base")
         training = build(name, network())
-        assert training.by_sample == (method.signature is SAF)
+        mixes = training.term is None or training.term.accepts_mixed
+        assert mixes == (method.signature is not SAF)
         assert training.per_row == (name == "esam")
         assert method.judged_by_teacher == (name == "ema")
 
@@ -223,7 +229,7 @@ def who_is_read(training, samples, epochs):
     for epoch in range(epochs):
         training.set_epoch(epoch)
         logits = (10.0 * torch.eye(samples)).requires_grad_()
-        loss = training.loss(logits, everyone, logits)
+        loss = called(training, logits, everyone)
         if epoch:
             (gradient,) = torch.autograd.grad(loss, logits)
             itself = (gradient == 0).all(1)
@@ -255,9 +261,9 @@ def test_uniform_saf_pulls_to_the_uniform_distribution(tau_squared):
     logits = torch.randn(8, CLASSES, dtype=torch.float64, requires_grad=True)
     index = torch.arange(8)
     training.set_epoch(0)
-    assert training.loss(logits, index, logits) == 0
+    assert called(training, logits, index) == 0
     training.set_epoch(1)
-    loss = training.loss(logits, index, logits)
+    loss = called(training, logits, index)
     loss_fn_settings = {"temperature": 2.0, "tau_squared": tau_squared}
     expected = 0.7 * trajectory_loss(logits, torch.zeros_like(logits), **loss_fn_settings)
     assert torch.equal(loss, expected)
@@ -270,9 +276,9 @@ def test_a_row_that_is_not_finite_does_not_spoil_uniform_safs_loss():
     training = build("saf_uniform", network(), start_epoch=0)
     training.set_epoch(0)
     logits = torch.randn(3, CLASSES)
-    expected = training.loss(logits[:2], torch.arange(2), logits)
+    expected = called(training, logits[:2], torch.arange(2)) * 2 / 3  # of all rows
     logits[2, 0] = float("nan")
-    assert torch.equal(training.loss(logits, torch.arange(3), logits), expected)
+    torch.testing.assert_close(called(training, logits, torch.arange(3)), expected)
     assert training.term.nonfinite_rows == 1
 
 
@@ -281,6 +287,49 @@ def test_smoothing_is_instead_of_the_configs():
     twin = Trained.by("base", Config(label_smoothing=0.2))
     assert torch.equal(ours.epoch(0), twin.epoch(0))
     assert same(ours.state(), twin.state())
+
+
+class OwnLoss(TrajectoryTerm):
+    """A term that replaces the loss: the labels' negative log-likelihood, twice."""
+
+    needs_labels = replaces_loss = True
+
+    def __init__(self):
+        super().__init__(weight=2.0)
+
+    def reference(self, outputs, batch):
+        return torch.zeros_like(outputs), torch.ones_like(outputs[:, 0], dtype=torch.bool)
+
+    def loss(self, outputs, reference, valid, batch):
+        return self.weight * nn.functional.cross_entropy(outputs, batch.labels)
+
+
+def test_a_term_may_replace_the_loss():
+    smoothed = Config(label_smoothing=0.5)
+    model = network()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.05))
+    ours = Trained(model, Training(optimizer, OwnLoss()), smoothed)
+    twin = network()
+    theirs = Trained(twin, Training(build_optimizer(twin, OptimizerConfig(lr=0.1))), Config())
+    optimizer.param_groups[0]["weight_decay"] *= 2  # a step moves by lr times it
+    (loss, extra, right), (plain, *_) = ours.epoch(0, stop=1)[0], theirs.epoch(0, stop=1)[0]
+    torch.testing.assert_close(loss, plain)  # without label smoothing
+    torch.testing.assert_close(extra, 2 * plain)
+    assert 0 <= right <= 8
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(("name", "there"), [("saf", False), ("mesa", True)])
+def test_a_mixed_batch_has_the_terms_that_accept_it(name, there):
+    run = Trained.by(name, **({"lag": 1} if name == "saf" else {}))
+    run.epoch(0)
+    run.epoch(1, stop=1)
+    sums = torch.zeros(3)
+    step = build_step(run.config, run.training, run.model, sums)
+    index, x, y = list(batches(1))[1]
+    step(Batch(index, x, y, Mixed(torch.arange(8).flip(0), 0.5, y.flip(0))))
+    assert (sums[1] != 0) == there
 
 
 def test_extra_bytes():
@@ -295,8 +344,8 @@ def test_extra_bytes():
     table = SAF.estimate_bytes(SAMPLES, CLASSES, lag=1)
     for name in METHODS:
         expected = {"looksam": weights, "saf": table, "saf_shuffled": table}.get(name, 0)
-        if name in ("ema", "mesa"):  # and a counter and a list of flags
-            assert everything <= extra[name] <= everything + 32
+        if name in ("ema", "mesa"):  # and a counter and a flag for each tensor
+            assert everything <= extra[name] <= everything + 8 * 32
         else:
             assert extra[name] == expected, name
 
@@ -306,7 +355,7 @@ def test_extra_bytes():
     [
         ("sam", {"rho": "abc"}, "sam's rho must be of the type float, as 0.05 is, got 'abc'"),
         ("saf", {"lag": 1.5}, "saf's lag must be of the type int, as 3 is, got 1.5"),
-        ("mesa", {"warmup": 1}, "mesa's warmup must be of the type bool, as True is, got 1"),
+        ("mesa", {"warmup": 1}, "mesa's warmup must be of the type bool, as False is, got 1"),
     ],
 )
 def test_a_setting_of_another_kind(name, settings, message):

@@ -15,16 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 from fit_on_ranks import Job, smooth
+from torch.utils._pytree import tree_leaves
 
 from saltflat.train import Config, DataConfig, Interrupted, MethodConfig, OptimizerConfig, fit
 from saltflat.train import state as state_module
 from saltflat.train.bench import bench
-from saltflat.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
+from saltflat.train.checkpoint import (
+    MANIFEST,
+    STATE,
+    WEIGHTS,
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+)
 from saltflat.train.compare import compare
 from saltflat.train.folder import RESULT
 from saltflat.train.log import read_metrics
 from saltflat.train.methods import METHODS
-from saltflat.train.shards import mapped
 
 SMALL = Config(
     data=DataConfig(train_size=150, batch_size=36, augment="basic", label_noise=0.1),
@@ -65,9 +72,8 @@ def assert_alike(run, other, **tolerance):
     states = []
     for folder in (run, other):
         weights, state = load_checkpoint(folder)
-        tensors, parts = {}, {"weights": weights, "training": state["training"]}
-        mapped(tensors.__setitem__, parts)
-        states.append(tensors)
+        leaves = tree_leaves([weights, state["training"]])
+        states.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     torch.testing.assert_close(*states, **{"rtol": 0, "atol": 0, **tolerance}, equal_nan=True)
     assert len(states[0]) > 10
     for mine, his in zip(read_metrics(run), read_metrics(other), strict=True):
@@ -83,8 +89,6 @@ CASES = {
     "adamw": optimizing(of("mesa"), name="adamw", lr=1e-3),
     "mixed": replace(of("saf"), data=replace(SMALL.data, mixup=0.4, cutmix=1.0)),
 }
-SHARDED = ("asam", "gsam", "looksam", "msam", "sam in parts, clipped", "adamw", "saf", "mesa")
-"""Those that look at weights, and what is told apart by it."""
 FEWER = ("saf", "mesa", "sam", "saf in parts", "mixed")
 
 
@@ -93,19 +97,12 @@ FEWER = ("saf", "mesa", "sam", "saf in parts", "mixed")
 
 
 def together_as_one(size, tmp):
-    """With a copy of the model on each process, and with a part of every weight on each."""
     cases = {name: one for name, one in CASES.items() if size == 2 or name in FEWER}
-    jobs = [
-        Job(replace(config, parallel=parallel), tmp / f"{name}, {parallel}")
-        for name, config in cases.items()
-        for parallel in ("ddp", "fsdp")
-        if parallel == "ddp" or name in SHARDED
-    ]
+    jobs = [Job(config, tmp / f"{name}, together") for name, config in cases.items()]
     assert (yield size, jobs) == ["done"] * len(jobs)
-    for name, config in cases.items():
+    for job, (name, config) in zip(jobs, cases.items(), strict=True):
         fit(config, tmp / name)
-    for job in jobs:
-        assert_alike(job.folder, tmp / job.folder.name.rpartition(",")[0], **CLOSE)
+        assert_alike(job.folder, tmp / name, **CLOSE)
 
 
 def another_number_of_processes(config, tmp):
@@ -115,7 +112,7 @@ def another_number_of_processes(config, tmp):
         fit(config, growing, stop=lambda *now: now == (1, 2))
     two = [Job(config, shrinking, stop=(0, 2)), Job(config, growing)]
     assert (yield 2, two) == ["stopped", "done"]
-    part = next(list_checkpoints(shutil.copytree(shrinking, torn))[0].glob("shard-00002-*"))
+    part = list_checkpoints(shutil.copytree(shrinking, torn))[0] / WEIGHTS
     part.write_bytes(part.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match=f"damaged .*{part.name} is not what was written"):
         load_checkpoint(torn)
@@ -146,12 +143,11 @@ def one_was_interrupted(number, tmp):
 
 
 def one_writes(_, tmp):
-    """One config, one log, one result, and checkpoints to which each process added its part."""
+    """One config, one log, one result, one set of checkpoints."""
     config = replace(of("saf"), log=("tensorboard",), checkpoint_every=1)
     assert (yield 2, [Job(config, tmp / "run")]) == ["done"]
     files = {str(p.relative_to(tmp / "run")) for p in (tmp / "run").rglob("*") if p.is_file()}
-    shards = {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
-    inside = {"state.pt", "manifest.json", *shards}
+    inside = (WEIGHTS, STATE, MANIFEST)
     kept = {f"checkpoints/{step:09d}/{name}" for step in (4, 8) for name in inside}
     events = {name for name in files if name.startswith("tensorboard/")}
     assert len(events) == 1
@@ -173,11 +169,11 @@ ODD = replace(SMALL, data=replace(SMALL.data, batch_size=37))
 SCENARIOS = [
     *((together_as_one, size) for size in (2, 3)),
     (another_number_of_processes, of("saf")),
-    (another_number_of_processes, replace(of("looksam", interval=2), parallel="fsdp")),
-    (another_number_of_processes, replace(of("mesa"), parallel="fsdp")),
+    (another_number_of_processes, of("looksam", interval=2)),
+    (another_number_of_processes, of("mesa")),
     (stopped_and_not, replace(of("saf"), model="dropout")),
     (stopped_and_not, replace(of("mesa"), model="small_cnn")),
-    (stopped_and_not, replace(of("sam"), model="dropout", parallel="fsdp")),
+    (stopped_and_not, replace(of("sam"), model="dropout")),
     *((one_was_interrupted, number) for number in (signal.SIGINT, signal.SIGTERM)),
     (one_writes, None),
     *(
@@ -188,7 +184,6 @@ SCENARIOS = [
             (ODD, {}, "batch_size 37 is of all processes together, and must be a multiple of 2"),
             (optimizing(SMALL, accumulate=4), {}, "of 2 processes times accumulate 4"),
             (of("esam"), {}, "esam chooses among the rows of a whole batch"),
-            (of("saf", exchange="own"), {}, "exchange='own' needs samples that stay"),
             (replace(SMALL, sync_batchnorm=True), {}, "sync_batchnorm is for GPUs"),
         ]
     ),

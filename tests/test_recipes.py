@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from saltflat import MESA, SAF, mesa_dialect, sam
+from saltflat import MESA, SAF, sam
 from saltflat.train.config import Config
 from saltflat.train.methods import check_method
 from saltflat.train.models import build_model
@@ -176,9 +176,10 @@ def test_hyper_parameters_are_the_appendixs(name):
         assert (settings["weight"], settings["lag"]) == (0.3, 3)
     else:
         weight, decay = (0.3, 0.9998) if data == "imagenet" else (0.8, 0.9995)
-        released = {**mesa_dialect("released", 200), "start_epoch": start}
-        assert settings == {**settings, **released, "weight": weight, "decay": decay}
-        assert (settings["freeze_epoch"], settings["interval"]) == (None, 1)
+        assert (settings["weight"], settings["decay"]) == (weight, decay)
+        ours = ("warmup", "average_std", "rescale", "freeze_epoch")  # off: the released code's
+        assert [settings[name] for name in ours] == [False, False, False, None]
+        assert settings["tau_squared"]
 
 
 def test_the_demo_has_its_setting_and_no_paper_figure():
@@ -203,8 +204,9 @@ def test_the_small_one_trains_and_tests_on_training_images():
 def test_mesas_own_is_the_papers_training_with_settings_of_ours():
     recipe, theirs = load(FROZEN), load("cifar100_resnet18_mesa")
     ours = recipe.pop("method")["settings"]
-    assert ours == {"another_view": True, "freeze_epoch": recipe["epochs"] // 2}
-    assert theirs.pop("method")["settings"].keys().isdisjoint(ours)
+    switches = dict.fromkeys(("warmup", "average_std", "rescale", "another_view"), True)
+    assert ours == {**switches, "freeze_epoch": recipe["epochs"] // 2}
+    assert theirs.pop("method") == {"name": "mesa"}
     assert recipe == theirs
     assert "paper" not in RECIPES[FROZEN].read_text()
 

@@ -12,6 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from saltflat.core.statistics import interval, paired
 from saltflat.train.config import Config, DataConfig, MethodConfig
 from saltflat.train.files import to_json
 from saltflat.train.folder import read_config
@@ -19,12 +20,12 @@ from saltflat.train.log import read_metrics
 from saltflat.train.loop import Interrupted, fit
 from saltflat.train.methods import METHODS
 from saltflat.train.provenance import train_command
-from saltflat.train.statistics import interval, paired
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import accuracy  # noqa: E402
+from lines import GONE, renamed  # noqa: E402
 from studies import STUDIES  # noqa: E402
 
 LINES = {line for study in STUDIES.values() for line in study.lines}
@@ -122,7 +123,18 @@ def test_everything_that_was_kept_is_of_a_study():
     assert KEPT.keys() <= {accuracy.folder_of(line) for line in LINES}
 
 
-@pytest.mark.parametrize("line", sorted(line for line in LINES if accuracy.folder_of(line) in KEPT))
+@pytest.mark.parametrize("line", sorted(line for line in LINES if GONE & set(line.split())))
+def test_a_row_that_only_version_0_1_can_train_says_so(line):
+    with pytest.raises(ValueError, match="is gone"):
+        accuracy.config_of(line, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    sorted(
+        line for line in LINES if accuracy.folder_of(line) in KEPT and not GONE & set(line.split())
+    ),
+)
 def test_a_kept_run_is_the_recipe_with_its_changes(line):
     """But for where it was made: precision and layout on a GPU, the name of the data's file."""
     free = {"precision", "channels_last", "compile", "device"}
@@ -131,6 +143,8 @@ def test_a_kept_run_is_the_recipe_with_its_changes(line):
         meant = accuracy.config_of(line, int(seed.removeprefix("seed")))
         ours = json.loads(to_json(dataclasses.asdict(accuracy.in_full(meant))))
         theirs = {**ours, **run["config"], "data": {**ours["data"], **run["config"]["data"]}}
+        method = theirs["method"]
+        theirs["method"] = {**method, "settings": renamed(method["name"], method["settings"])}
         theirs["data"]["name"] = theirs["data"]["name"].removesuffix(".npz")
         for name in free - named:
             theirs[name] = ours[name]
@@ -151,7 +165,8 @@ def test_options_of_a_run():
             accuracy.config_of(f"cifar100_resnet18_saf epochs={epochs}", 0).evaluate_every == every
         )
     other = accuracy.config_of("cifar100_resnet18_saf method=ema method.decay=0.9", 0)
-    assert other.method == MethodConfig("ema", {"decay": 0.9})
+    switches = {"warmup": True, "average_std": True}  # the defaults of version 0.1
+    assert other.method == MethodConfig("ema", {**switches, "decay": 0.9})
 
 
 def test_a_number_may_be_written_as_people_do():

@@ -47,7 +47,7 @@ def check_same(folder, other, rel):
             assert row[name] == pytest.approx(expected[name], rel=rel, abs=1e-4), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "esam"])
 def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, capfd):
     fit(config(images, method), tmp_path / "recorded")
     assert "one operation at a time" not in capfd.readouterr().err
@@ -58,8 +58,8 @@ def test_recorded_steps_give_the_plain_ones_numbers(method, images, tmp_path, ca
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_mesas_ways_to_see_a_batch_are_recorded(compiled, images, tmp_path, capfd):
-    ways = ("another_view", "batch_statistics")
-    settings = {"start_epoch": 1, "match": "nearest", **dict.fromkeys(ways, True)}
+    ways = ("another_view", "rescale", "average_std", "warmup")
+    settings = {"start_epoch": 1, **dict.fromkeys(ways, True)}
     one = config(images, "mesa", compile=compiled)
     one = dataclasses.replace(one, method=MethodConfig("mesa", settings))
     fit(one, tmp_path / "recorded")

@@ -1,24 +1,17 @@
 import numpy as np
 import pytest
 import torch
-from test_landscape import Residual, coordinates, everything, images, one_at_a_time, used
+from landscape_problem import Residual, coordinates, everything, images, one_at_a_time, used
 from torch.nn.functional import cross_entropy
 
-from saltflat.landscape import (
-    _evaluate,
-    _moving,
-    _trial,
-    line_between,
-    loss_surface,
-    random_directions,
-)
+from saltflat.landscape import grid, line_between, loss_surface, random_directions
 
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture
 def exact():
-    """Convolutions in float32, as they are called."""
+    """Convolutions without TF32."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     yield
@@ -32,43 +25,42 @@ def problem(seed=0, rows=300):
 
 
 @pytest.mark.parametrize("batchnorm", ["eval", "batch"])
-def test_recorded_places_are_those_of_one_weight_at_a_time(batchnorm, exact):
+def test_replayed_losses_equal_the_definition(batchnorm, exact):
     model, x, y = problem()
     directions = random_directions(model)
-    places = _evaluate.Places(
+    evaluate = grid.SurfaceEvaluator(
         model, cross_entropy, [(x, y)], directions, batchnorm=batchnorm, half=False
     )
-    places.record()
-    assert "recorded" in places.how
-    at = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = places(at).numpy()
-    expected = one_at_a_time(model, x, y, directions, at, batch=batchnorm == "batch")
+    points = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = evaluate(points).numpy()
+    assert "CUDA graph" in evaluate.how
+    expected = one_at_a_time(model, x, y, directions, points, batch=batchnorm == "batch")
     assert found[:, 0] == pytest.approx(expected[:, 0], rel=2e-4)
     assert np.abs(100 * found[:, 1] / len(x) - expected[:, 1]).max() < 1
 
 
-def test_half_precision_is_chosen_and_keeps_its_promise(exact):
+def test_bf16_is_chosen_and_stays_within_the_tolerance(exact):
     model, x, y = problem()
     found = loss_surface(model, cross_entropy, [(x, y)], points=12)
     directions = random_directions(model)
     expected = one_at_a_time(model, x, y, directions, coordinates(found))[:, 0]
-    absolute, relative = _trial.TOLERANCE
+    absolute, relative = grid.TOLERANCE
     away = np.abs(found.losses.ravel() - expected)
     assert (away <= absolute + relative * expected).all()
-    assert found.provenance["how"] == "bf16, BatchNorm folded, recorded"
+    assert found.provenance["how"] == "bf16, BatchNorm folded, CUDA graph"
     assert found.provenance["settings"]["precision"] == "bf16"
 
 
-def test_rows_are_taken_in_parts_where_memory_is_short(exact, monkeypatch):
+def test_rows_are_split_where_memory_is_short(exact, monkeypatch):
     model, x, y = problem()
     whole = loss_surface(model, cross_entropy, [(x, y)], points=3, precision="float32")
-    monkeypatch.setattr(_moving.Moving, "rows_that_fit", lambda *_: 70)
+    monkeypatch.setattr(grid.SurfaceEvaluator, "_rows_that_fit", lambda *_: 70)
     parts = loss_surface(model, cross_entropy, [(x, y)], points=3, precision="float32")
     assert parts.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("batchnorm", ["eval", "batch"])
-def test_nothing_is_changed_on_the_gpu_either(batchnorm):
+def test_nothing_is_changed_on_the_gpu(batchnorm):
     model, x, y = problem()
     before, random = everything(model), torch.cuda.get_rng_state()
     loss_surface(model, cross_entropy, [(x, y)], points=3, batchnorm=batchnorm)
@@ -89,7 +81,7 @@ def test_the_ends_of_a_line(exact):
     assert found.losses[[0, -1]] == pytest.approx(own, rel=1e-4)
 
 
-def test_a_model_that_waits_for_the_gpu_is_not_recorded(capsys):
+def test_a_model_that_synchronises_runs_without_a_graph():
     class Waiting(Residual):
         def forward(self, x):
             return super().forward(x) if float(x.sum()) < 1e9 else x
@@ -97,7 +89,8 @@ def test_a_model_that_waits_for_the_gpu_is_not_recorded(capsys):
     torch.manual_seed(0)
     x, y = (t.to(CUDA) for t in images())
     model = used(Waiting().to(CUDA), x, y)
-    found = loss_surface(model, cross_entropy, [(x, y)], points=3, precision="float32")
-    assert "one operation at a time" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        found = loss_surface(model, cross_entropy, [(x, y)], points=3, precision="float32")
+    assert "CUDA graph" not in found.provenance["how"]
     expected = one_at_a_time(model, x, y, random_directions(model), coordinates(found))[:, 0]
     assert found.losses.ravel() == pytest.approx(expected, rel=1e-2)

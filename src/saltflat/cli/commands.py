@@ -192,9 +192,6 @@ def bench(options: Namespace) -> None:
     from saltflat.train.ranks import device_of
 
     config, own = _split(options, BenchOptions)
-    if own.plan is not None:
-        _plan(own.plan)
-        return
     configs = {method.name: replace(config, method=method) for method in _chosen(config, own)}
     accuracies = own.accuracies or {}
     _require_chosen("accuracies", accuracies, own)
@@ -220,15 +217,6 @@ def bench(options: Namespace) -> None:
         known = [asdict(row) for row in rows if row.method in accuracies]
         points = [{**row, "accuracy": accuracies[row["method"]]} for row in known]
         accuracy_speed(points, Path(own.out) / "accuracy_speed")
-
-
-def _plan(numbers: dict[str, float]) -> None:
-    from saltflat.train.plan import advice, plan_of, table
-
-    plan = plan_of(numbers)
-    print(", ".join(f"{name} {value:,}" for name, value in asdict(plan).items()))
-    _show(table(plan))
-    print(f"{advice(plan)}. Computed, not measured: see docs/guides/distributed.md")
 
 
 def methods(_: Namespace) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,12 @@ def landscape(options: Namespace) -> None:
     from torch.nn.functional import cross_entropy
 
     from saltflat.landscape import loss_surface
-    from saltflat.landscape._progress import TimeLeft
     from saltflat.train.provenance import command, provenance
     from saltflat.train.runs import open_run
 
     own = LandscapeOptions(**{f.name: options[f.name] for f in fields(LandscapeOptions)})
-    if own.figures is not None:  # now, so that what is missing is missed before the work
-        from saltflat.landscape.plot import draw
+    if own.figures is not None:  # now: a missing package fails before the work
+        from saltflat.report.surfaces import draw
     runs = [open_run(folder, device=own.device) for folder in options.runs]
     if own.mode == "between" and (len(runs) != 2 or runs[0].config.model != runs[1].config.model):
         found = ", ".join(f"{run.folder} of {run.config.model}" for run in runs)
@@ -43,19 +45,20 @@ def landscape(options: Namespace) -> None:
             **provenance(command("saltflat", *options.arguments), run.device),
         }
         try:
-            surfaces[title] = surface = loss_surface(
-                run.model,
-                cross_entropy,
-                run.batches(own.images),
-                points=own.points,
-                span=own.span,
-                directions=_directions(own, runs, run),
-                batchnorm=batchnorm,
-                precision=own.precision,
-                path=path,
-                facts=facts,
-                progress=TimeLeft(title),
-            )
+            with _time_left(title) as progress:
+                surfaces[title] = surface = loss_surface(
+                    run.model,
+                    cross_entropy,
+                    run.batches(own.images),
+                    points=own.points,
+                    span=own.span,
+                    directions=_directions(own, runs, run),
+                    batchnorm=batchnorm,
+                    precision=own.precision,
+                    path=path,
+                    facts=facts,
+                    progress=progress,
+                )
         except KeyboardInterrupt:
             print("stopped and saved; the same command goes on where it stopped")
             raise
@@ -67,6 +70,31 @@ def landscape(options: Namespace) -> None:
     if own.figures is not None:
         for picture in draw(surfaces, Path(own.figures), f"landscape_{own.mode}"):
             print(picture)
+
+
+@contextmanager
+def _time_left(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with the points done and the time left; nothing where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("points"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _surface_name(mode: str, runs: list[Any]) -> str:

@@ -50,9 +50,6 @@ class BenchOptions(MethodsOptions):
     """Of methods, in percent, for a picture of accuracy against speed: {base: 76.0, saf: 77.8}."""
     out: str | None = None
     """A folder for bench.json, bench.md and the picture."""
-    plan: dict[str, float] | None = None
-    """Instead, compute what SAF would send and keep on many processes: {samples: 14200000, classes:
-    21843, processes: 64, per_machine: 8, batch: 128, step_ms: 100, parameters: 25557032}."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""frozen_running_stats: a forward pass in training mode that leaves no trace in BatchNorm."""
+"""frozen_running_stats: a forward pass in training mode that keeps BatchNorm's statistics."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor, nn
 
 
 def running_layers(model: nn.Module) -> list[Any]:
-    """Layers that normalise a batch with its own statistics in training: BatchNorm, and others
-    that keep a running mean."""
+    """BatchNorm, and other layers with a running mean."""
     return [
         module
         for module in model.modules()
@@ -21,24 +19,24 @@ def running_layers(model: nn.Module) -> list[Any]:
 
 
 class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_running_stats(model)
-    """While entered, normalisation layers normalise as in training but keep their statistics.
+    """Inside, layers normalise as in training but do not update their running statistics.
 
-    BatchNorm is told not to track them, which costs nothing and leaves `momentum` (None included)
-    and `num_batches_tracked` alone. Other layers with running statistics get them back from a
-    copy. Contexts may be nested, and one context entered again.
+    BatchNorm stops tracking, which costs nothing and leaves `momentum` and `num_batches_tracked`
+    alone. Other layers get their statistics back from a copy. Contexts may be nested, and one
+    context may be entered again.
 
     Args:
-        model: The model whose layers are meant; None: none.
+        model: The model with the layers, or None.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._entered: list[tuple[_Flags, _Copies]] = []
+        self._entered: list[tuple[list[tuple[Any, bool]], list[tuple[Tensor, Tensor]]]] = []
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        flags: _Flags = []
-        copies: _Copies = []
+        flags: list[tuple[Any, bool]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for module in () if self._model is None else running_layers(self._model):
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 flags.append((module, module.track_running_stats))
@@ -53,19 +51,10 @@ class frozen_running_stats:  # noqa: N801 - used as a function: with frozen_runn
             raise
 
     @torch.no_grad()
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         flags, copies = self._entered[-1]
         for module, flag in flags:
             module.track_running_stats = flag
         for buffer, copy in copies:
             buffer.copy_(copy)
         self._entered.pop()
-
-
-_Flags = list[tuple[Any, bool]]
-_Copies = list[tuple[Tensor, Tensor]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from math import inf, isfinite
+from math import inf, isfinite, nan
+from numbers import Real
 from typing import Any
 
 
@@ -26,24 +27,28 @@ def whole_number(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -
     return number
 
 
-def real_number(name: str, value: Any, least: float = 0.0, *, above: bool = False) -> float:
+def real_number(
+    name: str, value: Any, least: float = 0.0, most: float = inf, *, above: bool = False
+) -> float:
     """`value` as a finite float.
 
     Args:
         name: The argument's name.
         value: What was given.
         least: The smallest number allowed.
+        most: The largest number allowed.
         above: Whether the number must be larger than `least`.
 
     Raises:
-        ValueError: If it is not a finite number of at least `least`.
+        ValueError: If it is not a finite number from `least` to `most`.
 
     Example:
         >>> real_number("weight", 1)
         1.0
     """
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -inf
-    if not isfinite(number) or number < least or (above and number == least):
-        bound = "above" if above else "at least"
-        raise ValueError(f"{name} must be a finite number {bound} {least:g}, got {value!r}")
-    return float(number)
+    number = nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not isfinite(number) or not least <= number <= most or (above and number == least):
+        bounds = f"{'above' if above else 'of at least'} {least:g}"
+        bounds += f" and at most {most:g}" if most < inf else ""
+        raise ValueError(f"{name} must be a finite number {bounds}, got {value!r}")
+    return number

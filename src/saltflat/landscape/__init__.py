@@ -1,4 +1,4 @@
-"""Pictures of the loss around trained weights."""
+"""The loss on lines and planes through trained weights."""
 
 from saltflat.landscape.directions import (
     Directions,

@@ -1,4 +1,4 @@
-"""One scale for surfaces that are compared: where they are cut, and their lines of equal loss."""
+"""Scale: the loss levels that surfaces share when they are compared."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from dataclasses import dataclass
 import numpy as np
 
 _FLAT = 1e-4
-"""Of the loss: what rises by less has no levels that six digits tell apart."""
+"""Relative rise of the loss below which six digits cannot tell levels apart."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From the lowest loss of all to where the surfaces are cut."""
+    """The range from the lowest loss to the loss at which surfaces are cut."""
 
     bottom: float
     top: float
     levels: tuple[float, ...]
-    """Of equal loss: close together where it is small; the top is the last."""
+    """Losses of the contour lines, closer together where the loss is small; the last is the top."""
 
     def shade(self, losses: np.ndarray) -> np.ndarray:
-        """From 0 to 1, as far from a level to the next as from that to the one after."""
+        """Map losses to [0, 1] by their logarithm."""
         low, high = self.levels[0], self.top
         return np.asarray(np.log(np.clip(losses, low, high) / low) / np.log(high / low))
 
 
 def common_scale(losses: Iterable[np.ndarray]) -> Scale:
-    """The scale on which all are shown.
+    """Choose one scale for several surfaces.
 
-    Far from the weights the loss grows without end, and the steepest surface would make the others
-    look flat. So the top is a round loss, above which the flattest one has a quarter of its places
-    or a little more.
+    The loss grows without bound far from the weights, so the steepest surface would make all others
+    look flat. The top is therefore a round loss, at most the lowest upper quartile of a surface.
 
     Raises:
-        ValueError: If no loss is a number.
+        ValueError: If no loss is finite.
 
     Example:
         >>> common_scale([np.linspace(0, 10, 101)])
@@ -43,17 +42,17 @@ def common_scale(losses: Iterable[np.ndarray]) -> Scale:
     finite = [found[np.isfinite(found)] for found in losses]
     finite = [found for found in finite if found.size]
     if not finite:
-        raise ValueError("no loss of these surfaces is a number: make them with a smaller span")
+        raise ValueError("losses must hold a finite number, got none: use a smaller span")
     bottom = min(float(found.min()) for found in finite)
     top = min(float(np.quantile(found, 0.75)) for found in finite)
-    if top - bottom <= _FLAT * abs(bottom):  # a plain: its levels would read the same
+    if top - bottom <= _FLAT * abs(bottom):  # flat: its levels would print the same
         top = bottom + max(1e-6, abs(bottom))
     levels = _levels(max(bottom, top / 1000), top)
     return Scale(bottom, levels[-1], levels)
 
 
 def _levels(low: float, high: float) -> tuple[float, ...]:
-    """1, 2 and 5 times powers of ten within a range; round numbers in equal steps if it is narrow.
+    """1, 2 and 5 times powers of ten within a range; equal steps if the range is narrow.
 
     Example:
         >>> _levels(0.3, 30)

@@ -1,4 +1,4 @@
-"""The loss over a line or a plane of weights, and the file that it is kept in."""
+"""The loss over a line or plane of weights, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -16,43 +18,47 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.landscape._evaluate import CHUNK, Places
-from saltflat.landscape._moving import Loss
-from saltflat.landscape._trial import tried
-from saltflat.landscape.directions import Directions, checksum, random_directions
+from saltflat.landscape.directions import (
+    Directions,
+    checksum,
+    random_directions,
+    require_origin,
+)
+from saltflat.landscape.grid import Batches, Loss, SurfaceEvaluator, check_precision
 
 _SAVE_SECONDS = 5.0
-"""From one writing of the file to the next."""
 _LOOK_SECONDS = 1.0
-"""From one look at what is done to the next, about."""
+"""Time between two looks at the device, about."""
+_CHUNK = 128
+"""The most points between two looks at the device."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Surface:
     """Losses on a line or a grid."""
 
     x: np.ndarray
     """Coordinates along the first axis."""
     y: np.ndarray | None
-    """Along the second; None for a line."""
+    """Coordinates along the second axis; None for a line."""
     losses: np.ndarray
     """losses[row, column] at (x[column], y[row]), or losses[column]; NaN where not yet known."""
     accuracies: np.ndarray | None
-    """In percent, likewise, where labels are classes."""
+    """The same for accuracies in percent; None if labels are not classes."""
     marks: np.ndarray
-    """Places to show, a row of coordinates each: the model, two models, or a trajectory."""
+    """Points to mark, a row of coordinates each: the model, two models or a trajectory."""
     provenance: dict[str, Any]
-    """How the surface was made: plain values."""
+    """How the surface was made, in plain values."""
     done: int
-    """Places whose loss is known, in the order of the rows."""
+    """Number of points with a known loss, row by row."""
 
     @property
     def complete(self) -> bool:
-        """Whether every place's loss is known."""
+        """Whether the loss of every point is known."""
         return self.done == self.losses.size
 
     def save(self, path: Path | str) -> None:
-        """Write an .npz file, whole or not at all."""
+        """Write an .npz file atomically."""
         path = _npz(path)
         arrays: dict[str, Any] = {"x": self.x, "losses": self.losses, "marks": self.marks}
         arrays |= {} if self.y is None else {"y": self.y}
@@ -67,10 +73,10 @@ class Surface:
 
     @classmethod
     def load(cls, path: Path | str) -> Surface:
-        """What `save` has written.
+        """Read a file written by `save`.
 
         Raises:
-            ValueError: If it is no surface's file.
+            ValueError: If the file is missing, or does not hold a surface.
         """
         path = _npz(path)
         if not path.exists():
@@ -86,7 +92,7 @@ class Surface:
                     provenance=json.loads(str(arrays["provenance"])),
                     done=int(arrays["done"]),
                 )
-        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a surface's file ({error}): remove it") from error
 
 
@@ -105,38 +111,36 @@ def loss_surface(
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Surface:
-    r"""The loss at the places of a grid around the weights, or of a line.
+    r"""Compute the loss on a grid around the weights, or on a line.
 
     .. math:: f(a, b) = L(\theta + a \delta + b \eta), \qquad a, b \in [-span, span]
 
-    The model runs in evaluation mode on a copy of itself; weights, buffers, generators and flags
-    stay as they are. The batches are held on the model's device, and a GPU replays the work for
-    a place. In bfloat16 the weights of a place are made in float32 and then rounded; before the
-    work, its losses at the middle and the corners are compared with the model's own precision, and
-    that is used where they differ by more than 0.01 + 2 %. What was found is in the provenance.
+    A copy of the model runs in evaluation mode; the model's weights, buffers and flags and torch's
+    generators stay unchanged. All batches are kept on the model's device. A GPU replays the work
+    for a point as a CUDA graph. Losses in bf16 are first compared with the model's own precision at
+    the centre and the corners. If they differ by more than 0.01 + 2 %, bf16 is not used. The
+    provenance holds what was found.
 
     Args:
         model: The model at the centre.
-        loss_fn: From outputs and labels to the mean loss of the rows.
+        loss_fn: Maps outputs and labels to the mean loss of the rows.
         batches: Inputs and labels; read once.
-        points: Places along an axis.
-        span: How far an axis goes; at 1, a random direction moves every filter by its own length.
-        seed: Which random directions; models of one architecture get the same.
-        directions: Other ones, of one axis or two.
-        batchnorm: "eval": BatchNorm uses its running statistics; "batch": those of each batch,
-            which is right where the weights are far from any that the statistics belong to.
-        precision: "float32": the model's own; "bf16"; "auto": bf16 on a GPU that has it.
-        path: An .npz file, which is written every few seconds. If it holds a part of this same
-            surface, this goes on with it; if it holds all, that is returned.
-        facts: What the provenance should say beside: plain values.
-        progress: Told of the places done and of all, now and then.
-
-    Returns:
-        The surface.
+        points: Points along an axis.
+        span: Extent of an axis. At 1 a random direction moves every filter by its own norm.
+        seed: Seed of the random directions; the same for all models of one architecture.
+        directions: A line or plane to use instead of random directions.
+        batchnorm: "eval" uses BatchNorm's running statistics. "batch" uses those of each batch,
+            which is right far away from the weights that the running statistics belong to.
+        precision: "float32" is the model's own precision; "auto" is bf16 on a GPU that has it.
+        path: An .npz file, written every few seconds. A part of the same surface is completed, a
+            complete one is returned.
+        facts: Plain values to add to the provenance.
+        progress: Called with the number of points that are done, and of all points.
 
     Raises:
-        ValueError: If an argument is unusable, or the file holds another surface; says what
-            differs.
+        TypeError: If the model is not a module.
+        ValueError: If an argument is invalid, or the file holds another surface: of other
+            settings, weights, data or loss function. Loss functions are compared on random outputs.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -152,122 +156,103 @@ def loss_surface(
         Li et al., Visualizing the Loss Landscape of Neural Nets, NeurIPS 2018.
     """
     _check(points, span, batchnorm, precision)
-    device = next(model.parameters()).device
-    held = [(x.to(device), y.to(device)) for x, y in batches]
-    if not held:
-        raise ValueError("batches are empty: a loss needs a row at least")
+    path = None if path is None else _npz(path)
     if directions is None:
         directions = random_directions(model, seed=seed)
+    else:
+        require_origin(directions, model)
+    weight = next(iter(directions.origin.values()))
+    held = _on_device(batches, weight.device)
+    half = precision == "bf16" or (precision == "auto" and _has_bf16(weight))
     settings = {
-        **directions.facts,
+        **directions.identity,
         "dimensions": len(directions.axes),
-        "points": points,
-        "span": span,
+        "points": int(points),
+        "span": float(span),
         "batchnorm": batchnorm,
-        "precision": _resolved(precision, model),
+        "precision": "bf16" if half else str(weight.dtype).removeprefix("torch."),
         "rows": sum(len(x) for x, _ in held),
         "data": checksum(t for batch in held for t in batch),
     }
-    surface = _begun(path, settings) or _empty(directions, settings, facts or {})
-    if surface.complete:
-        return surface
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        places, found = tried(model, loss_fn, held, directions, settings, precision)
-        surface.provenance.update(found)
-        return _filled(surface, places, path, progress)
-
-
-def _filled(
-    surface: Surface,
-    places: Places,
-    path: Path | str | None,
-    progress: Callable[[int, int], None] | None,
-) -> Surface:
-    """The surface with the places that it lacks; saved on the way, and when something happens."""
-    grid = torch.from_numpy(_grid(surface))
-    losses, accuracies = surface.losses.ravel(), np.full(surface.losses.size, np.nan)
-    if surface.accuracies is not None:
-        accuracies = surface.accuracies.ravel()
-    done, before = surface.done, surface.provenance["seconds"]
-    rows = surface.provenance["settings"]["rows"]
-    begin = saved = looked = time.perf_counter()
-    step = 1
-
-    def now() -> Surface:
-        surface.provenance["seconds"] = before + time.perf_counter() - begin
-        known = None if np.isnan(accuracies).all() else accuracies.reshape(surface.losses.shape)
-        return replace(
-            surface, losses=losses.reshape(surface.losses.shape), accuracies=known, done=done
-        )
-
-    try:
-        while done < len(grid):
-            found = places(grid[done : done + step]).numpy()
-            losses[done : done + len(found)] = found[:, 0]
-            accuracies[done : done + len(found)] = 100 * found[:, 1] / rows
-            done += len(found)
-            if progress is not None:
-                progress(done, len(grid))
-            before_this, looked = looked, time.perf_counter()
-            step = min(CHUNK, max(1, int(step * _LOOK_SECONDS / (looked - before_this))))
-            if path is not None and looked - saved > _SAVE_SECONDS:
-                now().save(path)
-                saved = looked
-    finally:
-        end = now()
-        if path is not None:
-            end.save(path)
-    return end
+    generators = torch.random.fork_rng([weight.device] if weight.is_cuda else [])
+    with generators, torch.autocast(weight.device.type, enabled=False):
+        make = partial(SurfaceEvaluator, model, loss_fn, held, directions, batchnorm=batchnorm)
+        exact = make(half=False, fold=False, capture=False)
+        settings["loss"] = exact.loss_fingerprint()
+        surface = _begun(path, settings) or _empty(directions, settings, facts or {})
+        if not surface.complete:
+            evaluator, found = check_precision(
+                *(make, exact, directions, span), half=half, forced=precision == "bf16"
+            )
+            surface.provenance |= found
+            _fill(surface, evaluator, path, progress)
+    return surface
 
 
 def _check(points: int, span: float, batchnorm: str, precision: str) -> None:
-    if points < 2:
-        raise ValueError(f"points must be at least 2, got {points}: one place is no picture")
-    if not 0 < span < inf:
-        raise ValueError(f"span must be positive, got {span}: how far from the weights to look")
-    for name, value, known in (
-        ("batchnorm", batchnorm, ("eval", "batch")),
-        ("precision", precision, ("auto", "float32", "bf16")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if not hasattr(points, "__index__") or points < 2:
+        raise ValueError(f"points must be an integer >= 2, got {points!r}")
+    if not hasattr(span, "__float__") or not 0 < span < inf:
+        raise ValueError(f"span must be a positive number, got {span!r}")
+    if batchnorm not in ("eval", "batch"):
+        raise ValueError(f"batchnorm must be eval or batch, got {batchnorm!r}")
+    if precision not in ("auto", "float32", "bf16"):
+        raise ValueError(f"precision must be auto, float32 or bf16, got {precision!r}")
 
 
-def _resolved(precision: str, model: nn.Module) -> str:
-    """What is computed in: "auto" is bf16 where a GPU has it and the weights are float32."""
-    weight = next(model.parameters())
-    own = str(weight.dtype).removeprefix("torch.")
-    if precision == "auto":
-        has = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] >= 8
-        return "bf16" if has and weight.dtype == torch.float32 else own
-    return "bf16" if precision == "bf16" else own
+def _npz(path: Path | str) -> Path:
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"path must end in .npz, got {path}")
+    return path
+
+
+def _on_device(batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Batches:
+    held = []
+    for number, batch in enumerate(batches):
+        kinds = [type(part).__name__ for part in batch]
+        if len(kinds) != 2 or not all(isinstance(part, Tensor) for part in batch):
+            raise ValueError(
+                f"batches[{number}] must be two tensors, inputs and labels, got {kinds}"
+            )
+        if len(batch[0]):
+            held.append((batch[0].to(device), batch[1].to(device)))
+    if not held:
+        raise ValueError("batches must hold at least one row, got 0")
+    return held
+
+
+def _has_bf16(weight: Tensor) -> bool:
+    """Whether "auto" tries bf16 for this weight."""
+    float32 = weight.is_cuda and weight.dtype == torch.float32
+    return float32 and torch.cuda.get_device_capability(weight.device)[0] >= 8
 
 
 def _empty(directions: Directions, settings: dict[str, Any], facts: Mapping[str, Any]) -> Surface:
     span, points = settings["span"], settings["points"]
     around = zip(directions.centre, directions.reach, strict=True)
     x, *others = (np.linspace(c - span * r, c + span * r, points) for c, r in around)
-    y = others[0] if others else None
-    shape = (points,) * len(directions.axes)
+    losses = np.full((points,) * len(directions.axes), np.nan)
     provenance = {**facts, "settings": settings, "seconds": 0.0}
     if directions.explained:
         provenance["explained"] = list(directions.explained)
-    return Surface(x, y, np.full(shape, np.nan), None, directions.marks, provenance, done=0)
+    y = others[0] if others else None
+    return Surface(x, y, losses, None, directions.marks, provenance, done=0)
 
 
-def _begun(path: Path | str | None, settings: dict[str, Any]) -> Surface | None:
-    """What a file holds of this surface, if there is one.
+def _begun(path: Path | None, settings: dict[str, Any]) -> Surface | None:
+    """The surface that a file holds, if there is one.
 
     Raises:
-        ValueError: If it is another surface's.
+        ValueError: If it is another surface.
     """
     if path is None:
         return None
-    _npz(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
-    if not _npz(path).exists():
+    path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work, not after it
+    if not path.exists():
         return None
     surface = Surface.load(path)
-    theirs = surface.provenance["settings"]
+    theirs = surface.provenance.get("settings", {})
     differing = [
         f"{name} is {theirs.get(name)!r} there and {settings.get(name)!r} here"
         for name in {**theirs, **settings}
@@ -275,22 +260,51 @@ def _begun(path: Path | str | None, settings: dict[str, Any]) -> Surface | None:
     ]
     if differing:
         raise ValueError(
-            f"{path} holds another surface ({'; '.join(differing)}): remove it or choose another "
-            "file"
+            f"path {path} holds another surface ({'; '.join(differing)}): remove the file or "
+            "choose another one"
         )
     return surface
 
 
+def _fill(
+    surface: Surface,
+    evaluator: SurfaceEvaluator,
+    path: Path | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Compute the missing points. Save every few seconds, at the end and on an exception."""
+    points = torch.from_numpy(_grid(surface))
+    percent = 100 / surface.provenance["settings"]["rows"]
+    accuracies = surface.accuracies
+    if accuracies is None:
+        accuracies = np.full_like(surface.losses, np.nan)
+    before, begin = surface.provenance["seconds"], time.perf_counter()
+    saved = looked = begin
+    chunk = 1
+    try:
+        while not surface.complete:
+            found = evaluator(points[surface.done : surface.done + chunk]).numpy()
+            now = slice(surface.done, surface.done + len(found))
+            surface.losses.flat[now] = found[:, 0]
+            accuracies.flat[now] = percent * found[:, 1]
+            surface.accuracies = None if np.isnan(accuracies).all() else accuracies
+            surface.done = now.stop
+            last, looked = looked, time.perf_counter()
+            surface.provenance["seconds"] = before + looked - begin
+            if progress is not None:
+                progress(surface.done, len(points))
+            chunk = min(_CHUNK, max(1, int(chunk * _LOOK_SECONDS / (looked - last))))
+            if path is not None and looked - saved > _SAVE_SECONDS:
+                surface.save(path)
+                saved = looked
+    finally:
+        if path is not None:
+            surface.save(path)
+
+
 def _grid(surface: Surface) -> np.ndarray:
-    """The coordinates of every place, row after row."""
+    """The coordinates of all points, row by row."""
     if surface.y is None:
         return surface.x[:, None].copy()
     rows, columns = np.meshgrid(surface.y, surface.x, indexing="ij")
     return np.stack([columns.ravel(), rows.ravel()], 1)
-
-
-def _npz(path: Path | str) -> Path:
-    path = Path(path)
-    if path.suffix != ".npz":
-        raise ValueError(f"a surface's file ends in .npz, got {path}")
-    return path

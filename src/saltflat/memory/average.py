@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saltflat.core.checks import real_number
 from saltflat.memory.host import WriteBehind, to_device
-from saltflat.memory.ring import first_of_each
 from saltflat.memory.table import NEVER, Field, SampleMemory
 
 
@@ -55,9 +55,9 @@ class Average(SampleMemory):
     ) -> None:
         if storage == "uint8":
             raise ValueError("storage='uint8' is too coarse for an average: choose 'float16'")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be within [0, 1), got {decay}")
-        self.decay = decay
+        self.decay = real_number("decay", decay)
+        if decay >= 1:
+            raise ValueError(f"decay must be below 1, got {decay}")
         whole = Field(torch.int32, (), 0)
         super().__init__(
             num_samples,
@@ -84,18 +84,21 @@ class Average(SampleMemory):
 
     def write(self, index: Tensor, outputs: Tensor, keep: Tensor, labels: Tensor) -> None:
         """Move the averages toward a batch of outputs; see `Ring.write`."""
+        self.flush()
         rows = torch.cat([outputs.detach().to(torch.float32), labels[:, None]], 1)
         if rows.device == self.device:
             self._put(index, rows, keep)
         else:
-            self.flush()
             self._pending = index, WriteBehind((rows, keep))
 
     def _put(self, index: Tensor, rows: Tensor, keep: Tensor) -> None:
         dump, outputs = self.num_samples, rows[:, :-1]
         places = index.clamp(max=self.num_samples - 1)
         fresh = keep & (index < self.num_samples) & (self._stamps[places] != self._clock[2])
-        places = first_of_each(torch.where(fresh, places, dump), dump)
+        places = torch.where(fresh, places, dump)
+        ordered, order = places.sort(stable=True)  # as in a `Ring`
+        first = torch.where(ordered[1:] == ordered[:-1], dump, ordered[1:])
+        places.scatter_(0, order[1:], first)
         visits = self._visits[places] + 1
         rate = (1 / visits).clamp(min=1 - self.decay)[:, None]
         average = torch.lerp(self._codec.decode(self._table[places]).float(), outputs, rate)

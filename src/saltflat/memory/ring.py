@@ -82,33 +82,25 @@ class Ring(SampleMemory):
             outputs: Of shape (batch, classes).
             keep: Booleans (batch,); a row that is False is not recorded.
         """
+        if self._pending is not None:
+            self.flush()
         stored = self._codec.encode(outputs.detach().to(torch.float32))
         if stored.device == self.device:
             self._put(index, stored, keep)
         else:
-            self.flush()
             self._pending = index, WriteBehind((stored, keep))
 
     def _put(self, index: Tensor, rows: Tensor, keep: Tensor) -> None:
         dump = len(self._table) - 1
         places = self._clock[0] + index.clamp(max=self.num_samples - 1)
         fresh = keep & (index < self.num_samples) & (self._stamps[places] != self._clock[2])
-        places = first_of_each(torch.where(fresh, places, dump), dump)
+        places = torch.where(fresh, places, dump)
+        # Of a sample's rows in the batch, the first is written and the others go to the last row.
+        ordered, order = places.sort(stable=True)
+        first = torch.where(ordered[1:] == ordered[:-1], dump, ordered[1:])
+        places.scatter_(0, order[1:], first)
         self._table.index_copy_(0, places, rows)
         stamp = self._clock[2].to(torch.int32).expand(len(places))
         self._stamps.index_copy_(0, places, stamp)
         if self._claims is not None:
             self._claim(torch.where(places < dump, index, self.num_samples))
-
-
-def first_of_each(rows: Tensor, dump: int) -> Tensor:
-    """`rows` with every repeated number but its first place replaced by `dump`.
-
-    Example:
-        >>> first_of_each(torch.tensor([4, 2, 4, 4]), 9)
-        tensor([4, 2, 9, 9])
-    """
-    ordered, order = rows.sort(stable=True)
-    repeated = torch.zeros_like(rows, dtype=torch.bool)
-    repeated[order[1:]] = ordered[1:] == ordered[:-1]
-    return torch.where(repeated, dump, rows)

@@ -137,6 +137,7 @@ class SampleMemory:
 
     def written(self) -> int:
         """How many samples were written in this epoch; waits for the device."""
+        self.flush()
         return 0 if self.device is None else int((self._slot("stamps") == self._now[2]).sum())
 
     def _slot(self, name: str) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 from saltflat.landscape import Surface
 from saltflat.report.records import Run, Setting
 
-_MADE_WITH = ("kind", "seed", "span", "batchnorm", "rows", "data")
+_MADE_WITH = ("kind", "seed", "span", "batchnorm", "rows", "data", "loss")
 """What changes the losses; how many places there are does not."""
 
 

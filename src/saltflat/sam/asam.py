@@ -7,24 +7,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from saltflat.core.distributed import local
-from saltflat.sam._algebra import copies, norm
-from saltflat.sam._wrapper import SharpnessAware
+from saltflat.core.registry import register
+from saltflat.sam.base import SharpnessAware, check, norm
 
 
+@register("optimizer", "asam", passes="2 + 2", paper="Kwon et al., ICML 2021")
 class ASAM(SharpnessAware):
     r"""Adaptive Sharpness-Aware Minimization.
 
-    .. math:: \hat\epsilon = \rho \, T^2 g / \|T g\|, \qquad T = |\theta| + \eta
+    .. math:: \hat\epsilon(w) = \rho \, T_w^2 g / \|T_w g\|, \qquad T_w = |w| + \eta
 
-    T is 1 for biases and normalisation, that is, for parameters of at most one dimension. Scaling
-    a layer up and the next one down changes nothing in the network, and, but for eta, nothing here.
+    T is 1 for parameters of at most one dimension (biases, normalisation). Multiplying one layer
+    by a factor and dividing the next by it changes neither the network nor, except for eta, the
+    step.
 
     Args:
         base_optimizer: The optimizer that takes the steps.
         rho: 0.5 on CIFAR-10, 1.0 on CIFAR-100.
         eta: Added to T.
-        interval: Climb in every `interval`-th step only; the others are plain steps.
-        model: The model, so that its BatchNorm statistics are those of the first pass alone.
+        interval: Climb in every `interval`-th step; the others are plain steps.
+        model: The model, so that the second pass leaves its BatchNorm statistics alone.
         m_sharpness: Under DistributedDataParallel, let each rank climb along its own gradient.
 
     References:
@@ -42,8 +44,7 @@ class ASAM(SharpnessAware):
         model: nn.Module | None = None,
         m_sharpness: bool = False,
     ) -> None:
-        if not eta >= 0:
-            raise ValueError(f"eta must be 0 or more, got {eta}")
+        check("eta", eta)
         self.eta = eta
         super().__init__(
             base_optimizer, rho=rho, interval=interval, model=model, m_sharpness=m_sharpness
@@ -53,20 +54,20 @@ class ASAM(SharpnessAware):
         self, parameters: list[Tensor], gradients: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         directions, length = adaptive_direction(parameters, gradients, self.eta)
-        return directions, 1 / (length + 1e-12)
+        return directions, length + 1e-12
 
 
 def adaptive_direction(
     parameters: list[Tensor], directions: list[Tensor], eta: float
 ) -> tuple[list[Tensor], Tensor]:
-    """T^2 d for each parameter's direction d, and |T d| of all together."""
-    scaled = copies(directions)
+    """T^2 d for the direction d of each parameter, and |T d| of all."""
+    products = list(torch._foreach_mul(directions, 1))
     matrices = [i for i, p in enumerate(parameters) if p.dim() > 1]
     if not matrices:
-        return scaled, norm(scaled)
+        return products, norm(products)
     t = torch._foreach_abs(local(parameters[i] for i in matrices))
     torch._foreach_add_(t, eta)
-    torch._foreach_mul_(local(scaled[i] for i in matrices), t)
-    length = norm(scaled)
-    torch._foreach_mul_(local(scaled[i] for i in matrices), t)
-    return scaled, length
+    torch._foreach_mul_(local(products[i] for i in matrices), t)
+    length = norm(products)
+    torch._foreach_mul_(local(products[i] for i in matrices), t)
+    return products, length

@@ -11,19 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saltflat.core import cuda_graph
 from saltflat.core.cuda_graph import random_state, set_random_state
+from saltflat.core.registry import register
+from saltflat.sam.base import Gradients, check
 from saltflat.sam.sam import SAM
 
 
+@register("optimizer", "esam", passes="2.5 + 1.5", paper="Du et al., ICLR 2022")
 class ESAM(SAM):
     r"""Efficient Sharpness-Aware Minimization.
 
-    (a) Each parameter tensor joins the perturbation with probability beta, and e is multiplied by
-    1 / beta. (b) The second pass is over the gamma share of the batch whose loss rose most.
+    (a) Each parameter tensor joins the climb with probability beta; e(w) is multiplied by 1 / beta.
+    (b) The second pass uses the gamma share of the batch whose loss rose most.
 
-    A step is a pass over the batch, a forward pass over it where the climb ended (none if gamma is
-    1), and a pass over the share.
+    A step is a pass over the batch, a forward pass over it at w + e(w) (none if gamma is 1), and a
+    pass over the share. It chooses in Python, so it cannot be captured in a CUDA graph.
+
+    `step` calls its closure with the rows of the batch to use: a tensor of indices, or None for
+    all. The closure runs forward and returns the loss of each row. It neither zeroes gradients nor
+    calls backward. `step` returns the mean loss of the whole batch at w.
 
     Args:
         base_optimizer: The optimizer that takes the steps.
@@ -31,8 +37,8 @@ class ESAM(SAM):
         beta: 0.6 for ResNets, 0.5 otherwise.
         gamma: 0.5.
         seed: Of the choice of tensors; the same on every rank.
-        interval: Climb in every `interval`-th step only; the others are plain steps.
-        model: The model, so that its BatchNorm statistics are those of the first pass alone.
+        interval: Climb in every `interval`-th step; the others are plain steps.
+        model: The model, so that the second pass leaves its BatchNorm statistics alone.
 
     References:
         Du et al., Efficient Sharpness-aware Minimization for Improved Training of Neural Networks,
@@ -51,58 +57,43 @@ class ESAM(SAM):
         model: nn.Module | None = None,
     ) -> None:
         for name, share in {"beta": beta, "gamma": gamma}.items():
-            if not 0 < share <= 1:
-                raise ValueError(f"{name} must be within (0, 1], got {share}")
+            check(name, share, "within (0, 1]", lambda v: 0 < v <= 1)
         self.beta = beta
         self.gamma = gamma
         self.seed = seed
         self._losses: Tensor | None = None
-        self._joins: Tensor | None = None
-        """In a captured step: 1 for a parameter that joins, 0 for one that does not."""
         super().__init__(base_optimizer, rho=rho, interval=interval, model=model)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[Tensor | None], Tensor] | None = None) -> Tensor:  # type: ignore[override]
-        """Take one step.
-
-        Args:
-            closure: Takes the rows of the batch to use (a tensor of indices; None: all), runs
-                forward, and returns the loss of each of them. It zeroes nothing and calls no
-                backward.
-
-        Returns:
-            The mean loss of the whole batch, at the weights themselves.
+    def graph_key(self) -> bool:
+        """Refuse a CUDA graph.
 
         Raises:
-            RuntimeError: Without a closure, or if it does not return a loss for each row; the
-                weights are then as they were.
+            RuntimeError: Always.
         """
-        if self._base_steps:
-            return super().step()
-        if closure is None:
-            raise RuntimeError(
-                "ESAM.step needs a closure that takes the rows to use (None: all) and returns the "
-                "loss of each; or use first_step, select and second_step"
-            )
+        raise RuntimeError("ESAM chooses tensors in Python: run its step without a GraphedStep")
+
+    def _step(self, closure: Callable[..., Tensor]) -> Tensor:
         before = random_state(self._parameters())
-        losses = self._backward(closure, None)
-        with self._or_cancel():
-            if self.first_step(losses):
-                with self._second_pass(before):
-                    rows = None
-                    if self.gamma < 1:
-                        rows = self.select(closure(None))
-                        set_random_state(before)
-                    self._backward(closure, rows)
-            self.second_step()
+        losses = self._rows_pass(closure, None)  # L(w) of each row, and g
+        if self.first_step(losses):  # climb to w + e(w)
+            with self._second_pass(before):
+                rows = None
+                if self.gamma < 1:
+                    rows = self.select(closure(None))  # by L(w + e(w)) - L(w)
+                    set_random_state(before)
+                self._rows_pass(closure, rows)
+        self._update(self._restore())
         return losses.mean()
 
     @torch.no_grad()
     def first_step(self, losses: Tensor | None = None) -> bool:
-        """Climb, from the gradients of the first pass, and remember each row's loss in it.
+        """Climb along the gradients of the first pass, and drop them.
 
         Args:
-            losses: The loss of each row of the batch; needed by `select`.
+            losses: The loss of each row of the batch, which `select` needs.
+
+        Returns:
+            Whether a second pass is needed.
         """
         self._losses = None if losses is None else losses.detach()
         return super().first_step()
@@ -114,63 +105,41 @@ class ESAM(SAM):
         count = math.ceil(self.gamma * len(losses) - 1e-9)  # 0.55 * 100 is 55, and a bit
         return (losses - self._losses).topk(count).indices.sort().values
 
-    def _backward(self, closure: Callable[[Tensor | None], Tensor], rows: Tensor | None) -> Tensor:
-        """A pass over some rows; their losses."""
-        self.zero_grad()
-        with torch.enable_grad():
+    def _rows_pass(self, closure: Callable[..., Tensor], rows: Tensor | None) -> Tensor:
+        """A pass over some rows; returns their losses."""
+
+        def mean_backward() -> Tensor:
             losses = closure(rows)
-            expected = None if rows is None else len(rows)
             if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.requires_grad:
                 raise RuntimeError(
                     "ESAM's closure must return the loss of each row, e.g. of reduction='none', "
                     "as a vector that has a gradient"
                 )
-            if expected not in (None, len(losses)):
+            if rows is not None and len(losses) != len(rows):
                 raise RuntimeError(
-                    f"ESAM's closure was asked for {expected} rows and returned {len(losses)} "
-                    "losses: it must use the rows it is given"
+                    f"ESAM's closure was asked for {len(rows)} rows and returned {len(losses)} "
+                    "losses: it must use the rows that it is given"
                 )
             losses.mean().backward()
-        return losses.detach()
+            return losses.detach()
 
-    def before_replay(self) -> None:
-        """Choose the tensors that join the step a CUDA graph is about to repeat, and count it."""
-        if self._joins is not None:
-            joining = self._joining()
-            chosen = [float(id(p) in joining) for p in self._parameters()]
-            self._joins.copy_(torch.tensor(chosen, device="cpu"))
-        super().before_replay()
+        return self._pass(mean_backward)
 
-    def _joining(self) -> set[int]:
-        """Which parameters join this step's perturbation, by id; the same on every rank."""
+    def joining(self) -> set[int]:
+        """The ids of the parameters that join the next climb; the same on every rank."""
         parameters = [p for p in self._parameters() if p.requires_grad]
-        if self.beta == 1:
-            return {id(p) for p in parameters}
         choice = random.Random(f"{self.seed} {self.steps}")
         joining = {id(p) for p in parameters if choice.random() < self.beta}
         return joining or {id(choice.choice(parameters))}
 
-    def _moved(self) -> tuple[list[Tensor], list[Tensor]]:
-        if cuda_graph.capturing():
-            return super()._moved()
-        if self._joins is None:
-            everyone = self._parameters()
-            self._joins = torch.zeros(len(everyone), device=everyone[0].device)
-        joining = self._joining()
+    def _moved(self) -> Gradients:
+        joining = self.joining()
         pairs = [(p, g) for p, g in zip(*super()._moved(), strict=True) if id(p) in joining]
         return [p for p, _ in pairs], [g for _, g in pairs]
 
-    def _directions(
-        self, parameters: list[Tensor], gradients: list[Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
-        if not cuda_graph.capturing() or self.beta == 1:
-            return super()._directions(parameters, gradients)
-        if self._joins is None:
-            raise RuntimeError("take a step of ESAM before one is captured")
-        # All of them move, those that were not chosen by nothing.
-        join_of = dict(zip(self._parameters(), self._joins.unbind(), strict=True))
-        chosen = torch._foreach_mul(gradients, [join_of[p] for p in parameters])
-        return super()._directions(parameters, list(chosen))
+    def _restore(self) -> Gradients:
+        self._losses = None
+        return super()._restore()
 
     def _rho(self, group: dict[str, Any]) -> float | Tensor:
         return super()._rho(group) / self.beta

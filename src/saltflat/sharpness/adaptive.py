@@ -1,27 +1,17 @@
-"""Sharpness where a weight's neighbourhood is as wide as the weight is large.
+"""Sharpness in a neighbourhood that is proportional to each weight.
 
-Scaling a layer up and the next one down by the same factor leaves a network with ReLUs as it is,
-and makes its sharpness anything one likes. These two do not change with it: offsets are divided by
-|weight| before their length is taken.
+Scaling one layer of a ReLU network up and the next one down leaves the function as it was. It can
+give `sam_sharpness` any value. The two measures here do not change: they divide each offset by
+|weight| before they take its length.
 """
 
 from __future__ import annotations
 
-from statistics import fmean
-
-import torch
 from torch import nn
 
-from saltflat.sharpness._interval import mean_interval
-from saltflat.sharpness._objective import (
-    Batches,
-    Loss,
-    Policy,
-    check_at_least,
-    check_rho,
-    objective,
-)
+from saltflat.core.statistics import check_scipy, interval
 from saltflat.sharpness.neighbourhood import climb, greatest_rise
+from saltflat.sharpness.objective import Batches, Loss, Policy, check, open_objective
 from saltflat.sharpness.result import Sharpness
 
 
@@ -34,22 +24,23 @@ def adaptive_sharpness(
     steps: int = 20,
     batchnorm: Policy = "eval",
 ) -> Sharpness:
-    r"""The worst case: the greatest rise that is found by climbing.
+    r"""The worst case: the greatest rise that an ascent finds.
 
     .. math:: \max_{\|\epsilon / |\theta|\| \le \rho} L(\theta + \epsilon) - L(\theta)
 
-    The first step is ASAM's without its eta, and so that scales are |theta| of biases too. A weight
-    that is zero stays.
+    The first step is ASAM's with eta = 0 and biases scaled by |theta| too. A weight of zero does
+    not move.
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        rho: The radius: of all relative changes together, as a Euclidean norm.
-        steps: How many; see `max_sharpness`.
+        loss_fn: Maps outputs and labels to the mean loss of a batch.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        rho: The radius: the Euclidean norm of all relative changes together.
+        steps: Each costs a forward and a backward pass; one forward pass comes last.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = model.weight.data.fill_(3.0)
         >>> data = [(torch.ones(1, 1), torch.zeros(1, 1))]
@@ -63,11 +54,10 @@ def adaptive_sharpness(
         Andriushchenko et al., A Modern Look at the Relationship between Sharpness and
         Generalization, ICML 2023.
     """
-    check_rho(rho)
-    check_at_least(1, steps=steps)
-    with objective(model, loss_fn, batches, batchnorm) as of:
-        losses = climb(of, rho, steps, scales=of.weights().abs())
-    return Sharpness(value=greatest_rise(losses), rho=rho, **of.facts())
+    check(rho=rho, steps=steps)
+    with open_objective(model, loss_fn, batches, batchnorm) as objective:
+        losses = climb(objective, rho, steps, scales=objective.weights().abs())
+    return Sharpness(value=greatest_rise(losses), rho=rho, **objective.facts())
 
 
 def average_sharpness(
@@ -80,34 +70,33 @@ def average_sharpness(
     seed: int = 0,
     batchnorm: Policy = "eval",
 ) -> Sharpness:
-    r"""The average case: the mean rise when every weight is off by rho of itself, at random.
+    r"""The average case: the mean rise under random relative changes of every weight.
 
     .. math:: E \, L(\theta + \epsilon) - L(\theta), \qquad
         \epsilon \sim N(0, \rho^2 \, \mathrm{diag}(\theta^2))
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        rho: The deviation of a weight, as a share of it. Unlike a radius, it is each weight's own.
-        draws: How many; each costs a forward pass. The interval is over them.
-        seed: Of the draws; they are the same on every device.
+        loss_fn: Maps outputs and labels to the mean loss of a batch.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        rho: The standard deviation of each weight's offset, as a share of the weight.
+        draws: Number of offsets; each costs a forward pass. The interval is over them.
+        seed: Of the offsets, which are the same on every device.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     References:
         Andriushchenko et al., A Modern Look at the Relationship between Sharpness and
         Generalization, ICML 2023.
     """
-    check_rho(rho)
-    check_at_least(2, draws=draws)
-    generator = torch.Generator().manual_seed(seed)
+    check(rho=rho, draws=draws, seed=seed)
+    check_scipy()
     rises = []
-    with objective(model, loss_fn, batches, batchnorm) as of:
-        scales = rho * of.weights().abs()
-        with of.at():
-            before = of.loss()
+    with open_objective(model, loss_fn, batches, batchnorm) as objective:
+        scales, normal = rho * objective.weights().abs(), objective.normal(seed)
+        with objective.at():
+            before = objective.loss()
         for _ in range(draws):
-            normal = torch.randn(of.size, generator=generator, dtype=of.dtype)
-            with of.at(normal.to(of.device) * scales):
-                rises.append(of.loss() - before)
-    return Sharpness(value=fmean(rises), rho=rho, interval=mean_interval(rises), **of.facts())
+            with objective.at(normal() * scales):
+                rises.append(objective.loss() - before)
+    mean = interval(rises)
+    return Sharpness(value=mean.mean, rho=rho, interval=mean, **objective.facts())

@@ -1,23 +1,14 @@
-"""The Hessian of the loss, by its products with vectors: top eigenvalues, trace, spectrum."""
+"""The Hessian of the loss by its products with vectors: top eigenvalues, trace and spectrum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from saltflat.sharpness._interval import mean_interval, quantile
-from saltflat.sharpness._lanczos import Array, hutchpp, quadrature, top_pairs
-from saltflat.sharpness._objective import (
-    Batches,
-    Loss,
-    Objective,
-    Policy,
-    check_at_least,
-    objective,
-)
+from saltflat.core.statistics import check_scipy, half_width, interval
+from saltflat.sharpness.hutchpp import hutchpp
+from saltflat.sharpness.lanczos import Array, quadrature, top_eigenpairs
+from saltflat.sharpness.objective import Batches, Loss, Policy, check, open_objective
 from saltflat.sharpness.result import Eigenvalues, Spectrum, Trace
 
 
@@ -34,24 +25,28 @@ def top_eigenvalues(
 ) -> Eigenvalues:
     """The largest eigenvalues of the Hessian, by Lanczos' iteration.
 
-    Largest with their sign: a direction in which the loss falls away is not sharp. An eigenvalue
-    that is there several times may be found once. The iteration keeps a vector of all the weights
-    for each step.
+    "Largest" counts the sign: negative curvature is not sharp. A multiple eigenvalue may be found
+    once. The iteration keeps one vector of all weights for each step.
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch, twice differentiable.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        count: How many.
+        loss_fn: Maps outputs and labels to the mean loss of a batch, twice differentiable.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        count: Number of eigenvalues.
         tolerance: Stop when every residual is within this share of the largest |eigenvalue|.
-        iterations: Stop after so many in any case; each is a product with the Hessian.
-        seed: Of the first vector; it is the same on every device.
+        iterations: Stop after this number of products with the Hessian in any case.
+        seed: Of the first vector, which is the same on every device.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     Returns:
         Eigenvalues and residuals; `converged` says whether the tolerance was reached.
 
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a value is out of range, or the second derivatives are not finite.
+
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1, bias=False)
         >>> data = [(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.zeros(2, 1))]
         >>> square = lambda out, y: ((out - y) ** 2).mean()
@@ -59,19 +54,17 @@ def top_eigenvalues(
         >>> [round(value, 4) for value in found.values]
         [9.0, 1.0]
     """
-    check_at_least(1, count=count, iterations=iterations)
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    check(count=count, iterations=iterations, seed=seed, tolerance=tolerance)
     if iterations < count:
-        raise ValueError(f"iterations must be at least count, got {iterations} and {count}")
-    with objective(model, loss_fn, batches, batchnorm) as of, of.at():
-        if count > of.size:
-            raise ValueError(f"count is {count}, and there are {of.size} weights")
-        values, residuals, converged = top_pairs(
-            of.products, _normal(of, seed), count, tolerance, iterations
+        raise ValueError(f"iterations must be >= count = {count}, got {iterations}")
+    with open_objective(model, loss_fn, batches, batchnorm) as objective, objective.at():
+        if count > objective.size:
+            raise ValueError(f"count must be <= {objective.size}, the weights, got {count}")
+        values, residuals, converged = top_eigenpairs(
+            objective.products, objective.normal(seed), count, tolerance, iterations
         )
     return Eigenvalues(
-        values=tuple(values), residuals=tuple(residuals), converged=converged, **of.facts()
+        values=tuple(values), residuals=tuple(residuals), converged=converged, **objective.facts()
     )
 
 
@@ -88,14 +81,15 @@ def hessian_trace(
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch, twice differentiable.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        hvps: Products with the Hessian to spend, a multiple of three. As many vectors of all the
-            weights are kept.
-        seed: Of the random vectors; they are the same on every device.
+        loss_fn: Maps outputs and labels to the mean loss of a batch, twice differentiable.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        hvps: Products with the Hessian to spend, a multiple of 3. The same number of vectors of
+            all weights is kept.
+        seed: Of the random vectors, which are the same on every device.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1, bias=False)
         >>> data = [(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.zeros(2, 1))]
         >>> square = lambda out, y: ((out - y) ** 2).mean()
@@ -105,13 +99,13 @@ def hessian_trace(
     References:
         Meyer, Musco, Musco and Woodruff, Hutch++: Optimal Stochastic Trace Estimation, SOSA 2021.
     """
-    if hvps < 6 or hvps % 3:
-        raise ValueError(f"hvps must be a multiple of three, at least 6, got {hvps}")
-    with objective(model, loss_fn, batches, batchnorm) as of, of.at():
-        value, draws = hutchpp(of.products, _signs(of, seed), hvps)
-    interval = mean_interval(draws)
-    assert interval is not None  # of two draws at least
-    return Trace(value=value, interval=interval, **of.facts())
+    check(hvps=hvps, seed=seed)
+    check_scipy()
+    if hvps % 3:
+        raise ValueError(f"hvps must be a multiple of 3, got {hvps}")
+    with open_objective(model, loss_fn, batches, batchnorm) as objective, objective.at():
+        mean = interval(hutchpp(objective.products, objective.signs(seed), hvps))
+    return Trace(value=mean.mean, interval=mean, **objective.facts())
 
 
 def spectral_density(
@@ -126,32 +120,36 @@ def spectral_density(
     seed: int = 0,
     batchnorm: Policy = "eval",
 ) -> Spectrum:
-    r"""How the Hessian's eigenvalues are distributed, by stochastic Lanczos quadrature.
+    r"""The density of the Hessian's eigenvalues, by stochastic Lanczos quadrature.
 
     .. math:: \phi(t) = \frac{1}{n} \sum_{i=1}^{n} N(t; \lambda_i, \sigma^2)
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch, twice differentiable.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        draws: Random vectors; the intervals are over them.
-        iterations: Of Lanczos for each: products with the Hessian, and vectors that are kept.
-        points: Where the density is given, evenly spaced.
-        width: Sigma; a hundredth of the range unless said.
-        seed: Of the random vectors; they are the same on every device.
+        loss_fn: Maps outputs and labels to the mean loss of a batch, twice differentiable.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        draws: Number of random vectors; the intervals are over them.
+        iterations: Lanczos steps for each vector: products to compute and vectors to keep.
+        points: Number of evenly spaced points of the density.
+        width: Sigma. Default: a hundredth of the range.
+        seed: Of the random vectors, which are the same on every device.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a value is out of range, or the second derivatives are not finite.
 
     References:
         Ghorbani, Krishnan and Xiao, An Investigation into Neural Net Optimization via Hessian
         Eigenvalue Density, ICML 2019.
     """
-    check_at_least(1, draws=draws, iterations=iterations)
-    check_at_least(2, points=points)
-    if width is not None and not width > 0:
-        raise ValueError(f"width must be positive, got {width}")
-    with objective(model, loss_fn, batches, batchnorm) as of, of.at():
-        draw = _normal(of, seed)
-        pairs = [quadrature(of.products, draw, iterations) for _ in range(draws)]
+    check(draws=draws, iterations=iterations, points=points, seed=seed)
+    if width is not None:
+        check(width=width)
+    check_scipy()
+    with open_objective(model, loss_fn, batches, batchnorm) as objective, objective.at():
+        draw = objective.normal(seed)
+        pairs = [quadrature(objective.products, draw, iterations) for _ in range(draws)]
     low, high = (f(f(nodes) for nodes, _ in pairs) for f in (min, max))
     if width is None:
         width = (high - low) / 100 or 1.0
@@ -160,7 +158,7 @@ def spectral_density(
     mean = densities.mean(0)
     bounds: list[Array] = [np.empty(0), np.empty(0)]
     if draws > 1:
-        half = quantile(draws - 1) * densities.std(0, ddof=1) / draws**0.5
+        half = half_width(densities)
         bounds = [np.maximum(mean - half, 0.0), mean + half]
     return Spectrum(
         at=_tuple(at),
@@ -170,7 +168,7 @@ def spectral_density(
         width=width,
         nodes=tuple(_tuple(nodes) for nodes, _ in pairs),
         weights=tuple(_tuple(weights) for _, weights in pairs),
-        **of.facts(),
+        **objective.facts(),
     )
 
 
@@ -181,20 +179,3 @@ def _smoothed(at: Array, nodes: Array, weights: Array, width: float) -> Array:
 
 def _tuple(values: Array) -> tuple[float, ...]:
     return tuple(values.tolist())
-
-
-def _normal(of: Objective, seed: int) -> Callable[[], Tensor]:
-    """Random vectors of the weights' length, in every direction alike."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda: torch.randn(of.size, generator=generator, dtype=of.dtype).to(of.device)
-
-
-def _signs(of: Objective, seed: int) -> Callable[[int], Tensor]:
-    """Rows of random signs."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def signs(rows: int) -> Tensor:
-        bits = torch.randint(2, (rows, of.size), generator=generator, dtype=torch.int8)
-        return (2 * bits - 1).to(of.device, of.dtype)
-
-    return signs

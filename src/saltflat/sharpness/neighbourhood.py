@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from statistics import fmean
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltflat.sharpness._interval import mean_interval
-from saltflat.sharpness._objective import (
-    Batches,
-    Loss,
-    Objective,
-    Policy,
-    check_at_least,
-    check_rho,
-    objective,
-)
+from saltflat.core.statistics import check_scipy, interval
+from saltflat.sharpness.objective import Batches, Loss, Objective, Policy, check, open_objective
 from saltflat.sharpness.result import Sharpness
 
 
@@ -30,7 +19,7 @@ def sam_sharpness(
     rho: float = 0.05,
     batchnorm: Policy = "eval",
 ) -> float:
-    r"""SAM's sharpness: the rise of the loss a step of length rho up the gradient.
+    r"""SAM's sharpness: the rise of the loss after a step of length rho up the gradient.
 
     .. math:: R(\theta) = L(\theta + \rho g / \|g\|) - L(\theta) \qquad \text{(3), (4)}
 
@@ -38,13 +27,17 @@ def sam_sharpness(
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch.
-        batches: Inputs and labels; gone through again and again, so not a generator.
-        rho: How far.
+        loss_fn: Maps outputs and labels to the mean loss of a batch.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
+        rho: The length of the step.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     Returns:
-        The rise; near rho times the gradient's norm where the loss is nearly linear.
+        The rise. It is near rho times the gradient's norm where the loss is nearly linear.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a value is out of range, or no parameter requires a gradient.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -69,11 +62,11 @@ def one_step(
     rho: float = 0.05,
     batchnorm: Policy = "eval",
 ) -> Sharpness:
-    """`sam_sharpness`, and what it was measured with."""
-    check_rho(rho)
-    with objective(model, loss_fn, batches, batchnorm) as of:
-        before, after = climb(of, rho, steps=1)
-    return Sharpness(value=after - before, rho=rho, **of.facts())
+    """`sam_sharpness` with how it was measured."""
+    check(rho=rho)
+    with open_objective(model, loss_fn, batches, batchnorm) as objective:
+        before, after = climb(objective, rho, steps=1)
+    return Sharpness(value=after - before, rho=rho, **objective.facts())
 
 
 def max_sharpness(
@@ -85,20 +78,20 @@ def max_sharpness(
     steps: int = 20,
     batchnorm: Policy = "eval",
 ) -> Sharpness:
-    r"""The greatest rise that is found by climbing within rho of the weights.
+    r"""The greatest rise that an ascent finds within rho of the weights.
 
     .. math:: \max_{\|\epsilon\| \le \rho} L(\theta + \epsilon) - L(\theta)
 
-    Each step goes rho along the gradient where it is, and back into the ball if it has left it; the
-    first is SAM's. The greatest of the losses that were met counts, the one at the weights
-    included: so more steps never give less, and `sam_sharpness` never more.
+    Each step has length rho along the gradient and is projected back into the ball. The first is
+    SAM's. The result is the greatest loss on the way, the start included. Therefore more steps
+    never give less, and `sam_sharpness` never gives more.
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch.
-        batches: Inputs and labels; gone through again and again, so not a generator.
+        loss_fn: Maps outputs and labels to the mean loss of a batch.
+        batches: Pairs of inputs and labels; drawn once and kept where they are.
         rho: The ball's radius.
-        steps: How many; each costs a forward and a backward pass, and one forward pass comes last.
+        steps: Each costs a forward and a backward pass; one forward pass comes last.
         batchnorm: What BatchNorm normalises with: "eval", "recalibrated" or "batch".
 
     Example:
@@ -109,11 +102,10 @@ def max_sharpness(
         >>> round(max_sharpness(model, square, data, rho=0.5, steps=3).value, 4)
         3.25
     """
-    check_rho(rho)
-    check_at_least(1, steps=steps)
-    with objective(model, loss_fn, batches, batchnorm) as of:
-        losses = climb(of, rho, steps)
-    return Sharpness(value=greatest_rise(losses), rho=rho, **of.facts())
+    check(rho=rho, steps=steps)
+    with open_objective(model, loss_fn, batches, batchnorm) as objective:
+        losses = climb(objective, rho, steps)
+    return Sharpness(value=greatest_rise(losses), rho=rho, **objective.facts())
 
 
 def m_sharpness(
@@ -125,77 +117,71 @@ def m_sharpness(
     m: int = 128,
     batchnorm: Policy = "eval",
 ) -> Sharpness:
-    r"""The mean of SAM's sharpness over groups of m rows, each with a climb of its own.
+    r"""The mean of SAM's sharpness over groups of m rows, each with its own ascent.
 
     .. math:: \frac{1}{k} \sum_{j=1}^{k} L_j(\theta + \rho g_j / \|g_j\|) - L_j(\theta)
 
-    This is what SAM with batches of m sees; it grows as m shrinks. The interval is over the groups,
-    as draws from the data that the rows were drawn from.
+    SAM with batches of m rows sees this. It grows as m shrinks. The interval is over the groups, as
+    draws from the distribution of the data.
 
     Args:
         model: The model.
-        loss_fn: From outputs and labels to the mean loss of a batch.
-        batches: Inputs and labels, taken in order; rows that do not fill a group are left out.
-        rho: How far.
+        loss_fn: Maps outputs and labels to the mean loss of a batch.
+        batches: Pairs of tensors, grouped in order; rows that do not fill a group are left out.
+        rho: The length of the step.
         m: Rows of a group.
-        batchnorm: What BatchNorm normalises with; of the group itself where it is not "eval".
+        batchnorm: What BatchNorm normalises with; statistics are the group's unless "eval".
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a value is out of range, or there are fewer than m rows.
 
     References:
         Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization,
         ICLR 2021, section 4.1.
     """
-    check_rho(rho)
-    check_at_least(1, m=m)
+    check(rho=rho, m=m)
+    check_scipy()
     rises = []
-    with objective(model, loss_fn, batches, batchnorm) as of:
-        for group in _groups(of, m):
-            before, after = climb(of.on([group]), rho, steps=1)
+    with open_objective(model, loss_fn, batches, batchnorm) as objective:
+        if m > objective.images:
+            raise ValueError(f"m must be <= {objective.images}, the number of rows, got {m}")
+        x, y = (torch.cat(parts) for parts in zip(*objective.batches, strict=True))
+        groups = zip(x.split(m), y.split(m), strict=True)
+        objective.batches = [(x, y) for x, y in groups if len(x) == m]
+        for group in objective.batches:
+            before, after = climb(objective.of_group(*group), rho, steps=1)
             rises.append(after - before)
-    if not rises:
-        raise ValueError(f"m is {m}, and there are {of.images} rows: choose a smaller m")
-    of.images = m * len(rises)  # without those left out
-    return Sharpness(value=fmean(rises), rho=rho, interval=mean_interval(rises), **of.facts())
+    mean = interval(rises)
+    return Sharpness(value=mean.mean, rho=rho, interval=mean, **objective.facts())
 
 
-def climb(of: Objective, rho: float, steps: int, scales: Tensor | None = None) -> list[float]:
+def climb(
+    objective: Objective, rho: float, steps: int, scales: Tensor | None = None
+) -> list[float]:
     """The losses at the weights and after each step of an ascent within rho of them.
 
     Args:
-        of: The loss.
-        rho: The radius, of the offsets divided by the scales.
-        steps: How many.
-        scales: Of each weight; 1 unless said.
+        objective: The loss.
+        rho: The radius of the ball, for offsets divided by the scales.
+        steps: Number of steps.
+        scales: One for each weight; None: all 1.
     """
-    losses, place, offset = [], None, None
+    losses, position, offset = [], None, None
     for _ in range(steps):
-        with of.at(offset):
-            loss, gradient = of.loss_and_gradient()
+        with objective.at(offset):
+            loss, gradient = objective.loss_and_gradient()
         losses.append(loss)
         uphill = gradient if scales is None else gradient * scales
         step = rho * uphill / (uphill.norm() + 1e-12)
-        place = step if place is None else _within(place + step, rho)
-        offset = place if scales is None else place * scales
-    with of.at(offset):
-        losses.append(of.loss())
+        position = step if position is None else position + step
+        position *= rho / position.norm().clamp_min(max(rho, 1e-12))  # back into the ball
+        offset = position if scales is None else position * scales
+    with objective.at(offset):
+        losses.append(objective.loss())
     return losses
 
 
 def greatest_rise(losses: list[float]) -> float:
-    """Above the first of them; not a number if one of them is none."""
+    """The maximum above the first loss; NaN if any loss is NaN."""
     return float(np.max(losses)) - losses[0]
-
-
-def _within(place: Tensor, rho: float) -> Tensor:
-    """The nearest point of the ball."""
-    return place * (rho / place.norm().clamp_min(max(rho, 1e-12)))
-
-
-def _groups(of: Objective, m: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of all the batches, m at a time."""
-    x = y = None
-    for images, labels in of.visit():
-        x = images if x is None else torch.cat([x, images])
-        y = labels if y is None else torch.cat([y, labels])
-        while len(x) >= m:
-            yield x[:m], y[:m]
-            x, y = x[m:], y[m:]

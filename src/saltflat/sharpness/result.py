@@ -1,16 +1,16 @@
-"""What a measurement gives: the figure, and all that it depends on."""
+"""Results: the figure, and everything it depends on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saltflat.sharpness._interval import Interval
-from saltflat.sharpness._objective import Policy
+from saltflat.core.statistics import Interval
+from saltflat.sharpness.objective import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """How something was measured."""
+    """How a figure was measured."""
 
     batchnorm: Policy
     images: int
@@ -18,28 +18,28 @@ class Measured:
     forward: float
     """Forward passes over the images."""
     backward: float
-    """Backward passes over them."""
+    """Backward passes over the images."""
     hvps: int
     """Products of the Hessian with a vector; several may share a forward and a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharpness(Measured):
-    """By how much the loss rises near the weights."""
+    """How much the loss rises near the weights."""
 
     value: float
     rho: float
     interval: Interval | None = None
-    """At 95 %, where the value is the mean of random draws."""
+    """Over the random draws, if the value is their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eigenvalues(Measured):
-    """The largest of the Hessian, in falling order."""
+    """The Hessian's largest eigenvalues, in falling order."""
 
     values: tuple[float, ...]
     residuals: tuple[float, ...]
-    """|H v - value v| of each: an eigenvalue is no further than this."""
+    """|H v - value v| of each, a bound on its error."""
     converged: bool
     """Whether each residual is within the tolerance."""
 
@@ -50,21 +50,21 @@ class Trace(Measured):
 
     value: float
     interval: Interval
-    """At 95 %, over the random vectors."""
+    """Over the random vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spectrum(Measured):
-    """How the Hessian's eigenvalues are distributed; the density integrates to 1."""
+    """The density of the Hessian's eigenvalues; it integrates to 1."""
 
     at: tuple[float, ...]
     density: tuple[float, ...]
     low: tuple[float, ...]
-    """With `high`, at 95 % at each point, over the random vectors; both empty for one vector."""
+    """With `high`, the 95 % interval at each point, over the random vectors; empty for one."""
     high: tuple[float, ...]
     width: float
-    """The deviation of the Gaussian that stands for an eigenvalue."""
+    """Standard deviation of the Gaussian that represents an eigenvalue."""
     nodes: tuple[tuple[float, ...], ...]
-    """Of each random vector's quadrature, with `weights`, which sum to 1: what the density is
-    made of."""
+    """The quadrature of each random vector; the density is made of nodes and weights."""
     weights: tuple[tuple[float, ...], ...]
+    """One for each node; they sum to 1 for each random vector."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from saltflat.core.checks import real_number
 from saltflat.core.cuda_graph import tick
 from saltflat.core.distributed import Group, local, take_first_ranks, world
 from saltflat.teacher.fold import FoldedTwin
@@ -46,14 +47,14 @@ class EMATeacher(nn.Module):
 
     A model with NaN weights makes the teacher NaN for good. Skip `update` where you skip the step.
 
-    On several processes every teacher equals rank 0's to the bit. Each update broadcasts rank 0's
+    On several processes every teacher is bit-exact with rank 0's. Each update broadcasts rank 0's
     buffers, because BatchNorm statistics differ between ranks; the first one broadcasts all.
 
     Args:
         model: The model to average. Is copied, without its DDP or torch.compile wrapper.
         decay: The paper's beta.
-        warmup: Whether the decay grows as min(decay, (1 + t) / (10 + t)) over the updates
-            t = 0, 1, ..., so that the random initialisation is forgotten at once.
+        warmup: Whether update t = 0, 1, ... has the decay min(decay, (1 + t) / (10 + t)), so that
+            the random initialisation is forgotten at once.
         average_std: Whether running variances are averaged as standard deviations. The outputs of
             averaged weights spread that way; the average of variances is larger.
         process_group: The processes that train together; the default group unless given.
@@ -82,9 +83,7 @@ class EMATeacher(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay must be within [0, 1], got {decay}")
-        self.decay = decay
+        self.decay = real_number("decay", decay, most=1)
         self.warmup = warmup
         self.average_std = average_std
         self.frozen = False
@@ -99,11 +98,6 @@ class EMATeacher(nn.Module):
         self._averaged = [
             t.is_floating_point() and bool(t.isfinite().all()) for t in tensors.values()
         ]
-        self._stds = {
-            name
-            for name, t in tensors.items()
-            if average_std and name.endswith("running_var") and not isinstance(t, nn.Parameter)
-        }
         self.precise = nn.Module()
         """The float32 averages of half-precision tensors."""
         for name, tensor in tensors.items():
@@ -112,7 +106,7 @@ class EMATeacher(nn.Module):
         self._weight: Tensor | None = None
         """With `warmup`, 1 - decay of the next update, on the device: a replay reads it there."""
         self._twin: tuple[FoldedTwin, ...] = ()  # not a submodule: no part of the state
-        self.register_load_state_dict_post_hook(EMATeacher._after_load)
+        self.register_load_state_dict_post_hook(EMATeacher._refresh)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The averaged model's outputs."""
@@ -129,7 +123,8 @@ class EMATeacher(nn.Module):
             ValueError: If the model's tensors are not those of the teacher, or not on its device.
         """
         ours, theirs = _tensors(self.module), _tensors(_unwrapped(model))
-        averages = self._averages(ours)
+        precise = dict(self.precise.named_buffers())
+        averages = {name: precise.get(_flat(name), own) for name, own in ours.items()}
         _check_same(ours, theirs, averages)
         several = world(self._group.it)[1] > 1
         if several and not self._same_on_all_ranks:
@@ -143,35 +138,30 @@ class EMATeacher(nn.Module):
             self._refresh()
         tick(self)
 
-    def _averages(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each tensor, or the float32 average that it is rounded from."""
-        precise = dict(self.precise.named_buffers())
-        return {name: precise.get(_flat(name), own) for name, own in ours.items()}
-
     def _average(
         self, ours: dict[str, Tensor], averages: dict[str, Tensor], theirs: dict[str, Tensor]
     ) -> None:
-        plain: _Pairs = []
-        stds: _Pairs = []
-        copied: _Pairs = []
-        rounded: _Pairs = []
-        tensors = [local(of[name] for name in ours) for of in (ours, averages, theirs)]
-        for name, averaged, own, average, new in zip(ours, self._averaged, *tensors, strict=True):
+        empty: tuple[list[Any], ...] = ([], [], [], [])
+        plain, variances, copied, rounded = empty
+        for name, averaged in zip(ours, self._averaged, strict=True):
+            own, average, new = local([ours[name], averages[name], theirs[name]])
             if not averaged:
                 copied.append((own, new))
                 continue
-            if average is not own:
+            if averages[name] is not ours[name]:
                 rounded.append((own, average))
                 new = new.to(average.dtype)
-            (stds if name in self._stds else plain).append((average, new))
+            variance = self.average_std and name.endswith("running_var")
+            by_root = variance and not isinstance(ours[name], nn.Parameter)
+            (variances if by_root else plain).append((average, new))
         if plain:
             self._lerp(*zip(*plain, strict=True))
-        if stds:
-            variances, new_variances = zip(*stds, strict=True)
-            roots = torch._foreach_sqrt(variances)
-            self._lerp(roots, torch._foreach_sqrt(new_variances))
-            copied += zip(variances, torch._foreach_mul(roots, roots), strict=True)
-        for pairs in (copied, rounded):
+        if variances:
+            old, new_ones = zip(*variances, strict=True)
+            stds = torch._foreach_sqrt(old)
+            self._lerp(stds, torch._foreach_sqrt(new_ones))
+            copied += zip(old, torch._foreach_mul(stds, stds), strict=True)
+        for pairs in (copied, rounded):  # in this order: half precision is rounded from averages
             if pairs:
                 into, source = zip(*pairs, strict=True)
                 torch._foreach_copy_(into, source)
@@ -181,8 +171,8 @@ class EMATeacher(nn.Module):
         if not self.warmup:
             torch._foreach_lerp_(averages, new, 1 - self.decay)
             return
-        if self._weight is None or self._weight.device != averages[0].device:
-            self._weight = torch.zeros((), dtype=torch.float64, device=averages[0].device)
+        if self._weight is None:
+            self._weight = averages[0].new_zeros(())  # of their dtype: else no fused kernel
             self._write_weight()
         change = torch._foreach_sub(new, averages)
         torch._foreach_mul_(change, self._weight)
@@ -225,14 +215,12 @@ class EMATeacher(nn.Module):
             self._twin = ()
         return bool(self._twin)
 
-    def _refresh(self) -> None:
-        for twin in self._twin:
-            twin.refresh()
-
-    def _after_load(self, _: Any) -> None:
-        if self._twin and not self._twin[0].shares(self.module):  # assign=True
+    def _refresh(self, _: Any = None) -> None:
+        """Make the twin follow; new tensors need a new one."""
+        if self._twin and self._twin[0].shares(self.module):
+            self._twin[0].refresh()
+        elif self._twin:
             self.fold()
-        self._refresh()
 
     def _take_first_ranks_state(self) -> None:
         """Take over rank 0's count of updates, which tensors it averages, and the tensors."""
@@ -271,8 +259,9 @@ class EMATeacher(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> EMATeacher:
         super()._apply(fn, recurse)
+        self._weight = None
         if self._twin:
-            self.fold()
+            self.fold()  # which also moves the folded weights
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -280,10 +269,6 @@ class EMATeacher(nn.Module):
 
     def extra_repr(self) -> str:
         return f"decay={self.decay}, warmup={self.warmup}, average_std={self.average_std}"
-
-
-_Pairs = list[tuple[Tensor, Tensor]]
-"""Tensors to change, and what goes into each."""
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -308,18 +293,15 @@ def _check_same(
     for name, own in ours.items():
         new = theirs[name]
         if (own.shape, own.dtype, own.device) != (new.shape, new.dtype, new.device):
+            kinds = (f"{t.dtype} of shape {tuple(t.shape)} on {t.device}" for t in (new, own))
             raise ValueError(
-                f"model is not the teacher's: {name} is {_described(new)} in the model, and "
-                f"{_described(own)} in the teacher. Move and cast the model before you build it"
+                f"model is not the teacher's: {name} is {next(kinds)} in the model, and "
+                f"{next(kinds)} in the teacher. Move and cast the model before you build it"
             )
         if averages[name].dtype in _HALF:
             raise ValueError(
                 f"{name} was cast to {own.dtype} after the teacher was built: cast the model first"
             )
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _flat(name: str) -> str:

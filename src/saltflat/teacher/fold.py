@@ -23,10 +23,10 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class FoldedTwin(nn.Module):
-    """A copy of a module in which convolutions do the work of the BatchNorm after them.
+    """A copy of a module in which each convolution includes the BatchNorm after it.
 
-    A pair is a Conv1d, Conv2d or Conv3d whose output goes to one BatchNorm and nowhere else, each
-    of the two called once. The twin has its own folded weights, and shares all other parameters
+    A pair is a Conv1d, Conv2d or Conv3d whose output goes to one BatchNorm and nowhere else. Each
+    of the two is called once. The twin has its own folded weights, and shares all other parameters
     and buffers with the module. Call `refresh` when the module's values have changed. Build a new
     twin when its tensors were replaced, as `.to()` and `load_state_dict(assign=True)` do.
 
@@ -55,13 +55,14 @@ class FoldedTwin(nn.Module):
         self._graph = _traced(module)
         self._shared = [*module.parameters(), *module.buffers()]
         self._folded: list[Any] = []
+        """The folded convolutions."""
         self._sources: list[tuple[Tensor, ...]] = []
-        """Of each pair: weight, bias, gamma, beta, mean and var."""
+        """For each: weight, bias, gamma, beta, mean and var that it is made from."""
         self._eps: list[float] = []
         for conv, norm in _pairs(self._graph):
             self._fold(conv, norm)
         if not self._folded:
-            raise ValueError("module has no BatchNorm that alone follows a convolution")
+            raise ValueError("module has no BatchNorm that alone uses a convolution's output")
         self._graph.recompile()
         self._graph.delete_all_unused_submodules()
         self.refresh()
@@ -105,11 +106,19 @@ class FoldedTwin(nn.Module):
         conv_call.target = name
         norm_call.replace_all_uses_with(conv_call)
         self._graph.graph.erase_node(norm_call)
-        mean, var = norm.running_mean, norm.running_var
-        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-        bias = zeros if conv.bias is None else conv.bias
-        gamma, beta = (norm.weight, norm.bias) if norm.affine else (ones, zeros)
-        self._sources.append((conv.weight, bias, gamma, beta, mean, var))
+        zeros, ones = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_mean)
+        given = (
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.running_mean,
+            norm.running_var,
+        )
+        absent = (zeros, zeros, ones, zeros, zeros, ones)
+        self._sources.append(
+            tuple(other if t is None else t for t, other in zip(given, absent, strict=True))
+        )
         self._folded.append(folded)
         self._eps.append(norm.eps)
 
@@ -121,20 +130,18 @@ def _widened(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 def _pairs(graph: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Calls of a convolution and of the BatchNorm that alone uses its output."""
-    calls = Counter(node.target for node in graph.graph.nodes)
-    found = []
-    for node in graph.graph.nodes:
-        conv = node.args[0] if node.args else None
-        if (
-            isinstance(conv, fx.Node)
-            and _is_plain(_called(graph, node), _NORMS)
-            and _is_plain(_called(graph, conv), _CONVS)
-            and isinstance(_called(graph, node).running_mean, Tensor)
-            and isinstance(_called(graph, node).running_var, Tensor)
-            and len(conv.users) == calls[conv.target] == calls[node.target] == 1
-        ):
-            found.append((conv, node))
-    return found
+    nodes = graph.graph.nodes
+    calls = Counter(node.target for node in nodes)
+    pairs = [(node.args[0], node) for node in nodes if node.args]
+    return [
+        (conv, norm)
+        for conv, norm in pairs
+        if isinstance(conv, fx.Node)
+        and _is_plain(_called(graph, norm), _NORMS)
+        and _is_plain(_called(graph, conv), _CONVS)
+        and _called(graph, norm).running_mean is not None
+        and len(conv.users) == calls[conv.target] == calls[norm.target] == 1
+    ]
 
 
 def _called(graph: fx.GraphModule, node: fx.Node) -> Any:
@@ -156,7 +163,7 @@ def _traced(module: nn.Module) -> fx.GraphModule:
         arguments = inspect.signature(twin.forward).parameters.values()
         defaults = {a.name: a.default for a in arguments if a.default is not a.empty}
         graph = fx.GraphModule(twin, _Tracer().trace(twin, defaults))
-    except Exception as error:  # the module's own code ran, on what is no tensor
+    except Exception as error:  # anything: the module's own code ran, on proxies
         raise ValueError(f"torch.fx cannot trace module: {error}") from error
     made = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
     if any(str(name).startswith("_tensor_constant") for name in made):
@@ -169,7 +176,7 @@ def _in_place(operation: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Pro
 
 
 class _Proxy(fx.Proxy):
-    """Records x += y as a change of x, which may have another name; fx records x + y."""
+    """Records x += y as a change of x in place. fx itself would record x + y."""
 
     __iadd__, __isub__ = _in_place(operator.iadd), _in_place(operator.isub)
     __imul__, __itruediv__ = _in_place(operator.imul), _in_place(operator.itruediv)

@@ -86,16 +86,17 @@ class TrajectoryTerm(PlainState):
     ) -> None:
         super().__init__()
         self.weight = real_number("weight", weight)
-        self.temperature = real_number("temperature", temperature, above=True)
+        self.temperature = real_number("temperature", temperature, most=1e6, above=True)
         self.start_epoch = whole_number("start_epoch", start_epoch)
         self.tau_squared = tau_squared
         self.divergence: Callable[..., Tensor] = partial(
-            trajectory_loss, temperature=temperature, tau_squared=tau_squared
+            trajectory_loss, temperature=self.temperature, tau_squared=tau_squared
         )
         self.memory = memory
         self.epoch: int | None = None
         self.active = False
         """Whether the loss is added in this epoch."""
+        self._begun = False  # torch.compile would compile anew for every number of `epoch`
         self._since = 0  # the first epoch that was set
         # Rows, finite ones, those with a reference, those of known samples: of this process since
         # the last sync; and of all in this epoch, beside the rows that were not finite before it.
@@ -145,9 +146,9 @@ class TrajectoryTerm(PlainState):
             ValueError: If the shapes do not fit; nothing is recorded then.
             RuntimeError: If no epoch was set.
         """
-        if self.epoch is None:
+        if not self._begun:
             raise RuntimeError("call set_epoch(epoch) at the start of every epoch, before forward")
-        rows, batch = self._rows(outputs, self._batch(args, kwargs))
+        rows, batch = self._batch(outputs, args, kwargs)
         loss = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
         if not self.training:
             return loss
@@ -168,41 +169,49 @@ class TrajectoryTerm(PlainState):
             TrajectoryTerm.tick(self)  # not a method's own, which may count its `update` too
         return loss
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def _batch(
+        self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Batch]:
+        """The outputs as (rows, classes), and the batch with its index and labels likewise."""
+        name, shape = type(self).__name__, tuple(outputs.shape)
         if len(args) == 1 and isinstance(args[0], Batch):
-            return args[0]
-        if self.needs_index and not args:
-            raise TypeError(f"{type(self).__name__} needs the samples' index: term(outputs, index)")
-        index = torch.as_tensor(args[0]) if self.needs_index else None
-        labels = kwargs.pop("labels", None) if self.needs_labels else None
-        return Batch(index, (args[1:] if self.needs_index else args, kwargs), labels)
-
-    def _rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """The outputs as (rows, classes), with the batch's index and labels in the same order."""
-        shape = tuple(outputs.shape)
+            index, labels, inputs = args[0].index, args[0].labels, args[0].inputs
+        else:
+            if self.needs_index and (not args or args[0] is None):
+                raise TypeError(f"{name} needs the samples' index: term(outputs, index)")
+            index = torch.as_tensor(args[0]) if self.needs_index else None
+            labels = kwargs.pop("labels", None) if self.needs_labels else None
+            inputs = args[1:] if self.needs_index else args, kwargs
+            if not self.needs_inputs and any(inputs):
+                raise TypeError(f"{name} takes no further arguments, got {len(args)} and {kwargs}")
         if not outputs.is_floating_point():
             raise ValueError(f"outputs must be floating-point numbers, got {outputs.dtype}")
-        if len(shape) < 2 or shape[self.class_dim] < 2:
+        dims = range(-len(shape), len(shape))
+        if len(shape) < 2 or self.class_dim not in dims or shape[self.class_dim] < 2:
             raise ValueError(
                 f"outputs must be of shape (batch, ..., classes) with 2 or more classes, got "
                 f"{shape}: {ONE_LOGIT}"
             )
+        if self.memory is not None and shape[self.class_dim] != self.memory.num_classes:
+            raise ValueError(
+                f"outputs must be of shape (batch, ..., {self.memory.num_classes}), got {shape}. "
+                "Classes in dimension 1: outputs.movedim(1, -1)"
+            )
         outputs = outputs.movedim(self.class_dim, -1)
-        index = batch.index if self.needs_index else None
-        labels = batch.labels if self.needs_labels else None
-        for name, given in (("index", index), ("labels", labels)):
-            got = None if given is None else tuple(given.shape)
-            if getattr(self, f"needs_{name}") and got != tuple(outputs.shape[:-1]):
+        given = {"index": index if self.needs_index else None}
+        given["labels"] = labels if self.needs_labels else None
+        for argument, values in given.items():
+            got = None if values is None else tuple(values.shape)
+            if getattr(self, f"needs_{argument}") and got != tuple(outputs.shape[:-1]):
                 raise ValueError(
-                    f"{name} must be of shape {tuple(outputs.shape[:-1])} for outputs of shape "
+                    f"{argument} must be of shape {tuple(outputs.shape[:-1])} for outputs of shape "
                     f"{shape}, got {got}"
                 )
-        outputs = outputs.flatten(0, -2)
-        if index is not None:
-            index = index.flatten()
-            index = index if self.memory is None else self._known(index, outputs)
-        labels = None if labels is None else labels.flatten()
-        return outputs, Batch(index, batch.inputs, labels)
+            given[argument] = None if values is None else values.flatten()
+        outputs, index = outputs.flatten(0, -2), given["index"]
+        if index is not None and self.memory is not None:
+            index = self._known(index, outputs)
+        return outputs, Batch(index, inputs, given["labels"])
 
     def _known(self, index: Tensor, outputs: Tensor) -> Tensor:
         """The index on the memory's device, with `num_samples` for what is out of range.
@@ -212,11 +221,6 @@ class TrajectoryTerm(PlainState):
         """
         memory: Any = self.memory
         last = memory.num_samples - 1
-        if outputs.shape[1] != memory.num_classes:
-            raise ValueError(
-                f"outputs must be of shape (batch, ..., {memory.num_classes}), got "
-                f"{outputs.shape[1]} classes. Classes in dimension 1: outputs.movedim(1, -1)"
-            )
         if index.dtype not in _WHOLE:
             raise ValueError(f"index must be whole numbers, got {index.dtype}")
         if memory.device != outputs.device:
@@ -259,6 +263,7 @@ class TrajectoryTerm(PlainState):
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self.active, self._steps = epoch, epoch >= self.start_epoch, 0
+        self._begun = True
         if self.memory is not None:
             self.memory.join(self._group.it)
             self.memory.begin_epoch(epoch)
@@ -294,7 +299,7 @@ class TrajectoryTerm(PlainState):
             settings = f"{type(self).__name__}({self.extra_repr()})"
             require_agreement(-1 if self.epoch is None else self.epoch, settings, group)
             all_reduce(counted, dist.ReduceOp.SUM, group)
-            if self.memory is not None:
+            if self.memory is not None and self.epoch is not None:
                 self.memory.merge(group)
         self._counts[:4] += counted
         self._counted.zero_()
@@ -353,7 +358,7 @@ class TrajectoryTerm(PlainState):
         if epoch >= 0:
             self._begin(epoch)
         else:
-            self.epoch, self.active = None, False
+            self.epoch, self.active, self._begun = None, False, False
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.memory is not None and world(self._group.it)[1] > 1 and self._counted.any():

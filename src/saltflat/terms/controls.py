@@ -42,7 +42,7 @@ class Uniform(TrajectoryTerm):
 
 @register("term", "saf_shuffled", passes="1 + 1")
 class Shuffled(SAF):
-    """SAF that reads under a sample's index what another sample wrote there.
+    """SAF that compares a sample with what another one gave.
 
     Args:
         num_samples: See `SAF`.
@@ -56,15 +56,17 @@ class Shuffled(SAF):
     ) -> None:
         super().__init__(num_samples, num_classes, **settings)
         self._seed = seed
-        self._order = torch.arange(num_samples, device="cpu")
+        self._order = torch.arange(num_samples + 1, device="cpu")  # the last: out of range
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
-        order = torch.randperm(len(self._order), generator=generator)
-        self._order.copy_(order)  # in place: a CUDA graph reads this tensor
+        order = torch.randperm(self.memory.num_samples, generator=generator)
+        self._order[:-1] = order  # in place: a CUDA graph reads this tensor
 
-    def _known(self, index: Tensor, outputs: Tensor) -> Tensor:
-        if self._order.device != index.device:
-            self._order = self._order.to(index.device)
-        return super()._known(self._order[index], outputs)
+    def reference(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What another sample's outputs were `lag` epochs ago."""
+        assert batch.index is not None
+        if self._order.device != batch.index.device:
+            self._order = self._order.to(batch.index.device)
+        return self.memory.read(self._order[batch.index], outputs.device)

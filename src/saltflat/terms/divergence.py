@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import log_softmax
+from torch.nn.functional import log_softmax, softmax
 
 
 def trajectory_loss(
@@ -92,10 +91,8 @@ class _TemperedKL(torch.autograd.Function):
         logits: Tensor, reference: Tensor, valid: Tensor | None, temperature: float, factor: float
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_q, log_p = (
-            log_softmax(outputs.to(dtype, copy=True).div_(temperature), -1)
-            for outputs in (logits, reference)
-        )
+        log_q = log_softmax(logits.to(dtype, copy=True).div_(temperature), -1)
+        log_p = log_softmax(reference.to(dtype, copy=True).div_(temperature), -1)
         p = log_p.exp()
         rows = log_p.sub_(log_q).mul_(p).sum(-1)
         pull = log_q.exp_().sub_(p)
@@ -106,13 +103,16 @@ class _TemperedKL(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        logits, _, _, temperature, factor = inputs
+        logits, _, valid, ctx.temperature, factor = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
-        ctx.dtype, ctx.factor = logits.dtype, factor / temperature
+        ctx.save_for_backward(output[1], logits, valid)
+        ctx.factor = factor / ctx.temperature
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (pull,) = ctx.saved_tensors
-        return (pull * (grad * ctx.factor)).to(ctx.dtype), None, None, None, None
+        pull, logits, valid = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative: the same number, as a function
+            z = logits if valid is None else torch.where(valid[..., None], logits, 0.0)
+            q = softmax(z.to(pull.dtype) / ctx.temperature, -1)
+            pull = pull + (q - q.detach())
+        return (pull * (grad * ctx.factor)).to(logits.dtype), None, None, None, None

@@ -96,10 +96,12 @@ class MESA(TrajectoryTerm):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if freeze_epoch is not None:
             freeze_epoch = whole_number("freeze_epoch", freeze_epoch, 1)
+        if not callable(output):
+            raise TypeError(f"output must be a function of what the model returns, got {output!r}")
         self.rescale = rescale
         self.freeze_epoch = freeze_epoch
         self.output = output
-        self.class_dim = -1 if class_dim is None else class_dim
+        self.class_dim = -1 if class_dim is None else whole_number("class_dim", class_dim, -8, 8)
         self._any_shape = class_dim is not None
         self._tried = False  # whether the teacher ran once
         self.teacher = EMATeacher(

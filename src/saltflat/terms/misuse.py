@@ -45,4 +45,4 @@ class Misuse:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            warnings.warn(f"{self._owner}: {message}", stacklevel=4)
+            warnings.warn(f"{self._owner}: {message}", stacklevel=5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltflat.core.registry import register
 from saltflat.memory.ring import Ring
-from saltflat.terms.base import Batch, TrajectoryTerm
+from saltflat.terms.base import ONE_LOGIT, Batch, TrajectoryTerm
 
 
 @register("term", "saf", passes="1 + 1", paper="Du et al., NeurIPS 2022")
@@ -75,6 +75,8 @@ class SAF(TrajectoryTerm):
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if num_classes == 1:
+            raise ValueError(f"num_classes must be at least 2, got 1: {ONE_LOGIT}")
         super().__init__(
             weight=weight,
             temperature=temperature,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from saltflat.indexed import with_index
+from saltflat.memory import with_index
 from saltflat.train.config import DataConfig, require
 from saltflat.train.data import Data, Labelled, resized
 

@@ -156,6 +156,7 @@ def ready(config: Config, data: Data, steps: int) -> Ready:
         # What cuDNN chooses for a shape, it keeps: let it choose as it will in recorded steps.
         with nullcontext() if state.plain_because else tuned():
             forward, backward = _count_rows(state, islice(_endless(state, eager), steps))
+        state.epoch += 1  # the counted steps were an epoch of their own
         going = _endless(state, build_steps(config, state, data, loader, device))
         next(going)  # in which cuDNN tries what it may not use later
 

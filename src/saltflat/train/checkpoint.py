@@ -1,9 +1,10 @@
 """Checkpoints that a crash cannot spoil and that cannot run code.
 
 A checkpoint is a folder: the weights as safetensors, the rest as a file of tensors and plain values
-(loaded with `weights_only`), and a manifest with the sums of both. Several processes write a file
-of safetensors each, see `shards.py`. It is written under another name and renamed when complete, so
-what has a checkpoint's name is one. The last two are kept.
+(loaded with `weights_only`), and a manifest with the sums of both. It is written under another name
+and renamed when complete, so what has a checkpoint's name is one. The last two are kept.
+
+Every process has the whole state. Rank 0 writes it, and all of them read it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saltflat.train.config import require
 from saltflat.train.ranks import ALONE, RankError, Ranks
-from saltflat.train.shards import Place, cut, read_shards, whole, write_shards
 
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 _KEPT = 2
@@ -40,9 +41,7 @@ def save_checkpoint(
         run: The run's folder, which several processes share.
         step: Steps done; a later checkpoint has a greater one.
         weights: The model's state_dict.
-        state: All else, of tensors and plain values. Of several processes each writes some of the
-            weights and of what is under "training", with its parts of DTensors; the rest is rank
-            0's.
+        state: All else, of tensors and plain values.
         ranks: The processes, all of which call this.
 
     Raises:
@@ -51,15 +50,7 @@ def save_checkpoint(
     folder = run / "checkpoints"
     final, partial = folder / f"{step:09d}", folder / f"{step:09d}.partial"
     try:
-        ranks.lead(lambda: _begin(partial))
-        if ranks.several:
-            parts = {"weights": weights, "training": state["training"]}
-            outline, files = write_shards(partial, parts)
-            sums = {name: n for own in ranks.each(lambda: _sums(files)) for name, n in own.items()}
-            ranks.lead(lambda: _complete(partial, final, step, {**state, **outline}, sums))
-        else:
-            save_file(_unshared(weights), partial / WEIGHTS)
-            _complete(partial, final, step, state, _sums([partial / WEIGHTS]))
+        ranks.lead(lambda: _write(partial, final, step, weights, state))
     except (OSError, RuntimeError, SafetensorError) as error:
         if ranks.first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -70,18 +61,15 @@ def save_checkpoint(
     return final
 
 
-def _begin(partial: Path) -> None:
+def _write(
+    partial: Path, final: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]
+) -> None:
     for unfinished in partial.parent.glob("*.partial"):
         shutil.rmtree(unfinished)
     partial.mkdir(parents=True)
-
-
-def _complete(
-    partial: Path, final: Path, step: int, state: dict[str, Any], sums: dict[str, int]
-) -> None:
-    """Add the state and the manifest, and let it be a checkpoint."""
+    save_file(_unshared(weights), partial / WEIGHTS)
     torch.save(state, partial / STATE)
-    sums |= _sums([partial / STATE])
+    sums = {name: _sum(partial / name) for name in (WEIGHTS, STATE)}
     (partial / MANIFEST).write_text(json.dumps({"step": step, "sums": sums}))
     for path in partial.iterdir():
         _flush(path)
@@ -98,14 +86,13 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    run: Path, ranks: Ranks = ALONE, place: Place = whole
+    run: Path, ranks: Ranks = ALONE
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The weights and state of the run's newest checkpoint; None if it has none.
 
     Args:
         run: The run's folder.
         ranks: The processes, all of which call this; they need not be as many as have saved it.
-        place: How the weights and what is under "training" are divided among them.
 
     Raises:
         CheckpointError: If the newest one is damaged. It names the one before, which is used once
@@ -115,15 +102,13 @@ def load_checkpoint(
     if not checkpoints:
         return None
     newest, *others = checkpoints
-    read: dict[str, Any] = {}
+    read: list[Any] = []
 
     def look() -> None:
-        sums = json.loads((newest / MANIFEST).read_text())["sums"]
-        names = sorted(sums)[ranks.rank :: ranks.size]  # each looks through some of them
-        _check(newest, {name: sums[name] for name in names})
-        read["state"] = torch.load(newest / STATE, map_location="cpu", weights_only=True)
-        if WEIGHTS in sums:
-            read["weights"] = load_file(newest / WEIGHTS)
+        for name, expected in json.loads((newest / MANIFEST).read_text())["sums"].items():
+            require(_sum(newest / name) == expected, f"{name} is not what was written")
+        read.append(load_file(newest / WEIGHTS))
+        read.append(torch.load(newest / STATE, map_location="cpu", weights_only=True))
 
     try:
         ranks.each(look)
@@ -133,15 +118,7 @@ def load_checkpoint(
         good = others[0] if others else None
         remedy = f"remove it to continue from {good}" if good else "there is no earlier one"
         raise CheckpointError(f"checkpoint {newest} is damaged ({error}): {remedy}") from error
-    state = read["state"]
-    if "weights" not in read:
-        outline = {name: state[name] for name in ("weights", "training")}
-        state |= read_shards(newest, outline, place)
-        return state.pop("weights"), state
-    weights = read["weights"]
-    if ranks.several:
-        parts = cut({"weights": weights, "training": state["training"]}, place)
-        weights, state["training"] = parts["weights"], parts["training"]
+    weights, state = read
     return weights, state
 
 
@@ -169,16 +146,6 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         unshared[name] = unshared[name].contiguous()
         seen.add(place)
     return unshared
-
-
-def _check(folder: Path, sums: dict[str, int]) -> None:
-    for name, expected in sums.items():
-        if _sum(folder / name) != expected:
-            raise ValueError(f"{name} is not what was written")
-
-
-def _sums(files: list[Path]) -> dict[str, int]:
-    return {path.name: _sum(path) for path in files}
 
 
 def _sum(path: Path) -> int:

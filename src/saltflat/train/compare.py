@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from saltflat.core.statistics import Interval, interval, paired, verdict
 from saltflat.train.bench import bench
 from saltflat.train.config import Config, MethodConfig
 from saltflat.train.files import markdown, read_json, to_json, write_text
@@ -28,7 +29,6 @@ from saltflat.train.loop import fit
 from saltflat.train.methods import METHODS, check_method
 from saltflat.train.provenance import provenance
 from saltflat.train.ranks import device_of, require_one_process
-from saltflat.train.statistics import Interval, interval, paired, verdict
 from saltflat.train.together import fit_together
 
 SUMMARY, TABLE = "summary.json", "table.md"
@@ -97,10 +97,8 @@ def compare(
         )
     folder = Path(folder)
     configs = {m.name: dataclasses.replace(config, method=m) for m in methods}
-    for name, one in configs.items():
+    for one in configs.values():
         check_method(one.method)
-        if "path" in one.method.settings:
-            raise ValueError(f"{name}'s path would be shared by all its runs: leave it out")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # speeds, and what is told of them, as of one of the jobs

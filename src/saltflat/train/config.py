@@ -177,8 +177,6 @@ class Config:
     """Keep the images on the GPU and record whole steps there, where that is possible."""
     device: str | None = None
     """None: a GPU if there is one."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Under torchrun. ddp: a copy of the model on each process; fsdp: a part of every weight."""
     sync_batchnorm: bool = False
     """Under torchrun, on GPUs: BatchNorm over the batches of all processes, not over each one's."""
     timeout: float = 600.0

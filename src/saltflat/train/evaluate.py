@@ -19,8 +19,7 @@ from saltflat.train.ranks import ALONE, Ranks
 class TestSet:
     """Batches of the test set, as often as they are asked for; a GPU keeps images that fit.
 
-    Of several processes each has some of the samples, and as many as the others, since a model
-    whose weights are sharded is called by all at once: those beyond the end have no label.
+    Of several processes each has some of the samples.
     """
 
     __test__ = False  # its name is no test's
@@ -30,9 +29,8 @@ class TestSet:
     ) -> None:
         self._data, self._device, self._workers = data, device, config.data.workers
         self._ranks = ranks
-        share = torch.arange(ranks.rank, -(-len(data.test) // ranks.size) * ranks.size, ranks.size)
-        self._samples = share % len(data.test)
-        self._labels = data.test.labels[self._samples].masked_fill(share >= len(data.test), -1)
+        self._samples = torch.arange(ranks.rank, len(data.test), ranks.size)
+        self._labels = data.test.labels[self._samples]
         self._size = max(config.data.batch_size, 1024 if device.type == "cuda" else 256)
         self._near: tuple[Tensor, Tensor] | None = None
         images = data.test.images

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from saltflat.core.cuda_graph import Replay, record, tuned
+from saltflat.core.cuda_graph import Replay, record, tuned, withhold_ticks
 from saltflat.train.augment import Batch, Draws, TrainLoader, augmented, statistics
 from saltflat.train.config import Config
 from saltflat.train.data import Data
@@ -89,24 +89,25 @@ class _Recorded:
         return self._loader.draws(epoch, views=self._state.training.another_view)
 
     def _one(self) -> None:
-        """Take the next step, recorded if there is a recording of its kind."""
+        """Take the next step: replay the graph of its kind, or run it and soon capture one."""
         training = self._state.training
-        kind = training.kind()
-        if self._records and kind not in self._graphs and self._taken[kind] >= _WARM_UP:
+        key = training.graph_key()
+        if self._records and key not in self._graphs and self._taken[key] >= _WARM_UP:
             try:
                 with tuned():
-                    self._graphs[kind] = record(self._whole, self._pool)
+                    self._graphs[key] = record(self._whole, self._pool)
             except RuntimeError as error:
                 self._records = False
                 _say(str(error).partition("\n")[0])
-        if kind in self._graphs:
-            training.before_replay()
-            self._graphs[kind]()
+        if key in self._graphs:
+            self._graphs[key]()
         else:
             with tuned():
                 self._whole()
-            self._taken[kind] += 1
+            self._taken[key] += 1
+        training.tick()
 
+    @withhold_ticks()
     def _whole(self) -> None:
         """A step, from the places in the order to the next ones."""
         index = self._order[self._at]

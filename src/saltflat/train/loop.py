@@ -65,7 +65,7 @@ def fit(
     """Train, or go on with training, what a config says.
 
     Under torchrun, or where torch.distributed is initialised, all processes call it and train one
-    model together. They must see one folder. Rank 0 writes it; each its part of a checkpoint.
+    model together. They must see one folder, which rank 0 writes.
 
     Args:
         config: The run.
@@ -138,7 +138,7 @@ def running(
         while state.epoch < config.epochs:
             epoch = state.epoch
             if config.snapshot_every and epoch % config.snapshot_every == 0 and state.step == 0:
-                weights = state.whole_model().state_dict()
+                weights = state.model.state_dict()
                 if ranks.first:
                     save_snapshot(run, epoch, weights)
             state.training.set_epoch(epoch)
@@ -165,7 +165,7 @@ def running(
                 figures_of_epoch |= accuracies(config, test_set, state.models(), device)
                 state.best = max(state.best, figures_of_epoch["accuracy"])
             if config.track_sharpness and (epoch + 1) % config.track_sharpness == 0:
-                figures_of_epoch["sharpness"] = sharpness(state.whole_model())
+                figures_of_epoch["sharpness"] = sharpness(state.model)
             metrics.append({"epoch": epoch, **figures_of_epoch})
             if ranks.first:
                 write_metrics(run, metrics)
@@ -185,7 +185,7 @@ def running(
         seconds=state.seconds,
         images_per_second=images / max(state.seconds, 1e-9),
         extra_bytes=state.training.extra_bytes(),
-        sharpness=sharpness(state.whole_model()),
+        sharpness=sharpness(state.model),
         diverged=last["loss"] is None or not math.isfinite(last["loss"]),
     )
     if ranks.first:

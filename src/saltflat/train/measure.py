@@ -171,10 +171,7 @@ def _cell(result: Any) -> str:
     if isinstance(result, sharpness.Spectrum):
         nodes = [node for draw in result.nodes for node in draw]
         return f"{min(nodes):.4g} to {max(nodes):.4g}"
-    interval = result.interval
-    return f"{result.value:.4g}" + (
-        "" if interval is None else f" [{interval[0]:.4g}, {interval[1]:.4g}]"
-    )
+    return format(result.value if result.interval is None else result.interval, ".4g")
 
 
 def describe(measures: Mapping[str, dict[str, Any]]) -> str:

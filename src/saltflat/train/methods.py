@@ -8,22 +8,18 @@ the class's signature.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from saltflat import sam
-from saltflat._term import TrajectoryTerm
-from saltflat.core.distributed import local
-from saltflat.mesa import MESA
-from saltflat.saf import SAF
-from saltflat.sam._wrapper import SharpnessAware
+from saltflat.core.registry import Part
 from saltflat.teacher import EMATeacher
+from saltflat.terms import MESA, SAF, Shuffled, TrajectoryTerm, Uniform
 from saltflat.train.config import MethodConfig, nearest
 
 
@@ -33,72 +29,58 @@ class Training:
 
     optimizer: Optimizer
     term: TrajectoryTerm | None = None
-    """Added to the loss."""
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """The term's loss of logits, index and images, or another view of these."""
-    prefetch: Callable[[Tensor, Tensor], None] = lambda index, images: None
-    """Told both before the forward pass, for what can begin then."""
+    """Added to the loss, or the whole loss."""
     teacher: EMATeacher | None = None
-    """Averaged after every step and evaluated beside the model."""
+    """The moving average, evaluated beside the model: the term's, or one without a term."""
     label_smoothing: float | None = None
     """Instead of the config's."""
     per_row: bool = False
     """Whether the optimizer's closure takes rows and returns the loss of each."""
     another_view: bool = False
     """Whether the term sees the images augmented anew."""
-    folds: bool = True
-    """Whether the term's teacher may run with BatchNorm folded into convolutions."""
-    by_sample: bool = False
-    """Whether the term is about single samples, so that a mixture of two has none."""
+
+    def __post_init__(self) -> None:
+        own = self.term or self.teacher  # a term's teacher is in its own state
+        self._stateful = {"optimizer": self.optimizer, **({} if own is None else {"method": own})}
+        self._parts = [part for part in self._stateful.values() if isinstance(part, Part)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins."""
+        """Set the epoch."""
         if self.term is not None:
             self.term.set_epoch(epoch)
 
     def after_step(self, model: nn.Module) -> None:
-        """Keep the teacher up to date."""
-        if self.teacher is not None:
-            self.teacher.update(model)
+        """Let the term or the moving average follow the model."""
+        follower = self.term or self.teacher
+        if follower is not None:
+            follower.update(model)
 
-    def kind(self) -> tuple[bool, ...]:
-        """Whether the step has the term, climbs and averages: Python's part depends on these."""
-        pulls = self.term is not None and self.term.pulls
-        climbs = isinstance(self.optimizer, SharpnessAware) and self.optimizer.climbs
-        return pulls, climbs, self.teacher is not None and not self.teacher.frozen
+    def graph_key(self) -> Hashable:
+        """What Python decides in the next step."""
+        return tuple(part.graph_key() for part in self._parts)
 
-    def before_replay(self) -> None:
-        """Count a step that a recording is about to repeat."""
-        if isinstance(self.optimizer, SharpnessAware):
-            self.optimizer.before_replay()
-        if self.teacher is not None:
-            self.teacher.before_replay()
+    def tick(self) -> None:
+        """Count a step that ran inside `withhold_ticks`."""
+        for part in self._parts:
+            part.tick()
+
+    def sync(self) -> None:
+        """Make the state whole; all processes call it before `state_dict`."""
+        if self.term is not None:
+            self.term.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the method's, the whole memory of outputs included.
-
-        Where several processes have a part each, that is a DTensor.
-        """
-        return {
-            name: part.sharded_state_dict() if isinstance(part, SAF) else part.state_dict()
-            for name, part in self._parts().items()
-        }
+        """The state of the optimizer and of the method."""
+        return {name: part.state_dict() for name, part in self._stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        for name, part in self._parts().items():
+        for name, part in self._stateful.items():
             part.load_state_dict(state[name])
 
     def extra_bytes(self) -> int:
         """Bytes that the method keeps between steps, beside the base optimizer's."""
-        memory = self.term.memory.nbytes if isinstance(self.term, SAF) else 0
-        teacher = 0 if self.teacher is None else self.teacher.nbytes
-        kept = self.optimizer.state_dict().get("method", {}).get("kept", {}).values()
-        return memory + teacher + sum(tensor.nbytes for tensor in local(kept))
-
-    def _parts(self) -> dict[str, Any]:
-        own = self.term or self.teacher  # a term's teacher is in its own state
-        return {"optimizer": self.optimizer, **({} if own is None else {"method": own})}
+        return sum(part.nbytes for part in self._parts)
 
 
 @dataclass(frozen=True)
@@ -136,81 +118,26 @@ class Method:
 
 _NOT_SETTINGS = {
     *("self", "setting", "settings", "base_optimizer", "model", "m_sharpness"),
-    *("num_samples", "num_classes", "process_group"),
+    *("num_samples", "num_classes", "process_group", "output", "class_dim"),
 }
 
 
 def _saf(setting: Setting, **settings: Any) -> Training:
-    saf = SAF(setting.num_samples, setting.num_classes, **settings)
-    loss = lambda logits, index, _: saf(logits, index)  # noqa: E731
-    return Training(
-        setting.optimizer, saf, loss, lambda index, x: saf.prefetch(index, x.device), by_sample=True
-    )
-
-
-class _Shuffled(SAF):
-    """SAF that reads under a sample's number what another sample wrote there."""
-
-    def __init__(self, num_samples: int, num_classes: int, *, seed: int, **settings: Any) -> None:
-        super().__init__(num_samples, num_classes, **settings)
-        self._seed = seed
-        self._numbers = torch.arange(num_samples)
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
-        shuffled = torch.randperm(len(self._numbers), generator=generator)
-        self._numbers.copy_(shuffled)  # in place, where a recorded step looks for it
-
-    def forward(self, logits: Tensor, index: Tensor) -> Tensor:
-        if self._numbers.device != index.device:
-            self._numbers = self._numbers.to(index.device)
-        return super().forward(logits, self._numbers[index])
+    return Training(setting.optimizer, SAF(setting.num_samples, setting.num_classes, **settings))
 
 
 def _shuffled(setting: Setting, **settings: Any) -> Training:
-    saf = _Shuffled(setting.num_samples, setting.num_classes, seed=setting.seed, **settings)
-    loss = lambda logits, index, _: saf(logits, index)  # noqa: E731
-    return Training(setting.optimizer, saf, loss, by_sample=True)
-
-
-class _Uniform(TrajectoryTerm):
-    """SAF's loss with the uniform distribution for every reference."""
-
-    def __init__(
-        self,
-        *,
-        weight: float = 0.3,
-        temperature: float = 5.0,
-        start_epoch: int = 5,
-        tau_squared: bool = True,
-    ) -> None:
-        super().__init__(
-            weight=weight, temperature=temperature, start_epoch=start_epoch, tau_squared=tau_squared
-        )
-
-    def forward(self, logits: Tensor) -> Tensor:
-        if not self._check(logits):
-            return self._no_loss(logits)
-        return self._loss(logits, torch.zeros_like(logits), self._finite_rows(logits))
+    sizes = setting.num_samples, setting.num_classes
+    return Training(setting.optimizer, Shuffled(*sizes, seed=setting.seed, **settings))
 
 
 def _uniform(setting: Setting, **settings: Any) -> Training:
-    term = _Uniform(**settings)
-    return Training(setting.optimizer, term, lambda logits, *_: term(logits))
+    return Training(setting.optimizer, Uniform(**settings))
 
 
 def _mesa(setting: Setting, another_view: bool = False, **settings: Any) -> Training:
     mesa = MESA(setting.model, **settings)
-    return Training(
-        setting.optimizer,
-        mesa,
-        lambda logits, _, images: mesa(logits, images),
-        lambda _, images: mesa.prefetch(images),
-        teacher=mesa.teacher,
-        another_view=another_view,
-        folds=not mesa.batch_statistics,
-    )
+    return Training(setting.optimizer, mesa, mesa.teacher, another_view=another_view)
 
 
 def _ema(setting: Setting, **settings: Any) -> Training:
@@ -301,7 +228,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "saf_shuffled": Method("control: SAF with other samples' outputs", "1 + 1", _shuffled, SAF),
         "saf_uniform": Method(
-            "control: SAF toward the uniform distribution", "1 + 1", _uniform, _Uniform
+            "control: SAF toward the uniform distribution", "1 + 1", _uniform, Uniform
         ),
     }
 )

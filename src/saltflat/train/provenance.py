@@ -78,7 +78,7 @@ def without_folders(word: str) -> str:
     """A word in which absolute paths, wherever they begin, are names.
 
     Example:
-        >>> without_folders("{saf: {path: /tmp/store.bin, lag: 2}}")
-        '{saf: {path: store.bin, lag: 2}}'
+        >>> without_folders("{name: /tmp/mine.npz, workers: 2}")
+        '{name: mine.npz, workers: 2}'
     """
     return re.sub(r"""(?<![^\s=:,\[{"'])/(?:[^/,\]}]+/)*(?=[^/])""", "", word)

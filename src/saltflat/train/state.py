@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saltflat.core.cuda_graph import random_state, set_random_state
-from saltflat.core.distributed import sharded, take_first_ranks
+from saltflat.core.distributed import take_first_ranks
 from saltflat.train.augment import RANK, stream
 from saltflat.train.checkpoint import load_checkpoint, save_checkpoint
 from saltflat.train.config import Config, require
@@ -21,9 +19,8 @@ from saltflat.train.data import Data
 from saltflat.train.methods import Method, Setting, Training, check_method
 from saltflat.train.models import build_model
 from saltflat.train.optim import build_optimizer, build_schedule
-from saltflat.train.parallel import check_parallel, is_sharded, spread
+from saltflat.train.parallel import check_parallel, wrap_parallel
 from saltflat.train.ranks import ALONE, Ranks, device_of
-from saltflat.train.shards import Key, Place, mapped, whole
 
 _PROGRESS = ("epoch", "step", "best", "seconds")
 _OWN = ("lr", "fused", "foreach", "capturable")
@@ -45,8 +42,6 @@ class State:
     plain_because: str | None
     """Why its steps cannot be recorded; None: they can."""
     ranks: Ranks
-    build_model: Callable[[], nn.Module]
-    """Makes another such model."""
     epoch: int = 0
     step: int = 0
     """Steps done in the epoch."""
@@ -59,15 +54,6 @@ class State:
         if self.training.teacher is not None:
             found["teacher_accuracy"] = self.training.teacher
         return found
-
-    def whole_model(self) -> nn.Module:
-        """The model on this process alone: a copy, where each process has a part of it."""
-        if not is_sharded(self.model):
-            return self.model
-        with torch.random.fork_rng(devices=[]):
-            model = self.build_model()
-        model.load_state_dict({k: _whole(v) for k, v in self.model.state_dict().items()})
-        return model
 
     def figures(self) -> dict[str, float]:
         """The epoch's means so far, over this process's rows; this waits for the device."""
@@ -84,7 +70,9 @@ class State:
             take_first_ranks(list(self.model.buffers()), None)
 
     def save(self, run: Path, steps_per_epoch: int, data: Data) -> Path:
+        """Write a checkpoint; all processes call this."""
         self.settle()
+        self.training.sync()
         own = {"random": random_state(self.model.parameters()), "sums": self.sums.cpu()}
         everyones = self.ranks.gathered(own)
         state = {
@@ -104,7 +92,7 @@ class State:
         Raises:
             ValueError: If it was made with other data.
         """
-        loaded = load_checkpoint(run, self.ranks, self._place())
+        loaded = load_checkpoint(run, self.ranks)
         if loaded is None:
             return
         weights, state = loaded
@@ -132,23 +120,6 @@ class State:
         self.sums.copy_(sums[rank] if len(sums) == size else sums.sum(0) / size)
         if rank < len(random):
             set_random_state(random[rank])
-
-    def _place(self) -> Place:
-        """Which part of a checkpoint's tensors is for this process."""
-        now: dict[Key, Tensor] = {}
-        parts = {"weights": self.model.state_dict(), "training": self.training.state_dict()}
-        mapped(now.__setitem__, parts)
-        parameters = [p for g in self.training.optimizer.param_groups for p in g["params"]]
-
-        def place(key: Key, like: Tensor) -> Tensor:
-            # The optimizer's state, which may not be there yet, is by the parameter's number.
-            number = next((part for part in key if isinstance(part, int)), None)
-            own = now.get(key) if number is None else parameters[number]
-            if sharded([own]) and cast(Tensor, own).shape == like.shape:
-                return torch.empty_like(cast(Tensor, own), dtype=like.dtype)
-            return whole(key, like)
-
-        return place
 
 
 def fresh_model(config: Config, data: Data, device: torch.device) -> nn.Module:
@@ -197,8 +168,7 @@ def build(
     """Model, optimizer, schedule and method, all checked against each other."""
     method = check_config(config)
     device = device_of(config)
-    new_model = partial(fresh_model, config, data, device)
-    model = new_model()
+    model = fresh_model(config, data, device)
     if config.sync_batchnorm and ranks.several:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     reason = why_plain(config, data, device, ranks)
@@ -212,13 +182,13 @@ def build(
             "clip_norm"
         )
     check_parallel(config, training, device, ranks)
-    network = spread(config, model, training, device, ranks)
+    network = wrap_parallel(model, device, ranks)
     if ranks.several:  # the same weights on all, but not the same dropout
         torch.manual_seed(int(stream(config.seed, 0, RANK, ranks.rank).integers(2**63)))
     schedule = build_schedule(training.optimizer, config.optimizer, config.epochs, steps_per_epoch)
     sums = torch.zeros(3, device=device)
     size = config.data.batch_size
-    state = State(model, network, training, schedule, sums, size, reason, ranks, new_model)
+    state = State(model, network, training, schedule, sums, size, reason, ranks)
     return state, device
 
 
@@ -238,10 +208,11 @@ def why_plain(config: Config, data: Data, device: torch.device, ranks: Ranks = A
             return f"{name} is chosen for each batch on the CPU"
     if config.data.augment == "inception":
         return "the inception augmentation resizes images one by one"
+    if config.method.name == "esam":
+        return "esam chooses tensors and rows in Python"
     if images.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
         return f"the images, {images.nbytes / 2**30:.1f} GiB, do not fit beside the model"
-    store = {name: config.method.settings.get(name) for name in ("device", "path")}
-    if store["path"] is not None or str(store["device"]).startswith("cpu"):
+    if str(config.method.settings.get("device")).startswith("cpu"):
         return f"{config.method.name} stores outputs in host memory"
     return None
 
@@ -252,10 +223,6 @@ def check_data(run: Path, state: dict[str, Any], data: Data) -> None:
         state["data"] == fingerprint(data),
         f"the data of {run} have changed since it was saved: bring them back, or train anew",
     )
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if sharded([tensor]) else tensor
 
 
 def fingerprint(data: Data) -> int:

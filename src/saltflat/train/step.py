@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from saltflat.terms import Batch as TermBatch
 from saltflat.train.augment import Batch, TrainLoader
 from saltflat.train.config import Config
 from saltflat.train.methods import Training
-from saltflat.train.parallel import is_sharded, synced
+from saltflat.train.parallel import synced
 from saltflat.train.state import State
 
 Steps = Callable[[int, int], Iterator[None]]
@@ -42,21 +43,22 @@ def build_step(
     Args:
         config: The run.
         training: The method.
-        model: What is trained, as `spread` has made it.
+        model: What is trained, perhaps wrapped for several processes.
         sums: Of vanilla losses, extra losses and right answers, on the model's device.
     """
     device = sums.device
     network: Any = torch.compile(model) if config.compile else model
-    teacher = training.teacher if training.loss is not None else None
-    cheaper = teacher is not None and device.type == "cuda" and not is_sharded(teacher.module)
-    if teacher is not None and cheaper:
-        folded = training.folds and teacher.fold()
+    term, teacher = training.term, training.teacher
+    if term is not None and teacher is not None and device.type == "cuda":
+        folded = teacher.fold()
         if config.compile and not folded:
             teacher.module.compile()
     # No weight is cast twice in a pass, and a cache would outlive a recorded step.
     half = {"enabled": config.precision == "bf16", "cache_enabled": False}
     smoothing = training.label_smoothing
     smoothing = config.label_smoothing if smoothing is None else smoothing
+    replaces = term is not None and term.replaces_loss
+    smoothing = 0.0 if replaces else smoothing
     trained = [p for p in model.parameters() if p.requires_grad]
 
     vanilla = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
@@ -79,19 +81,16 @@ def build_step(
         mixed = batch.mixed
         partners = labels if mixed is None else mixed.labels.to(device)
         share = 1.0 if mixed is None else mixed.share
-        alone = mixed is None or not training.by_sample
+        used = None if mixed is not None and term and not term.accepts_mixed else term
         passes = count()
 
         def forward(rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            part, extra = images[rows], None
+            extra = None
             with torch.autocast(device.type, torch.bfloat16, **half):
-                if training.loss is None or not alone:
-                    logits = network(part)
-                else:
-                    index, seen = batch.index[rows], view[rows]
-                    training.prefetch(index, seen)
-                    logits = network(part)
-                    extra = training.loss(logits, index, seen)
+                logits = network(images[rows])
+                if used is not None:
+                    seen = TermBatch(batch.index[rows], ((view[rows],), {}), labels[rows])
+                    extra = used(logits, seen)
             return logits, row_losses(logits.float(), labels[rows], partners[rows], share), extra
 
         def note(logits: Tensor, losses: Tensor, extra: Tensor | None, own: Tensor) -> None:
@@ -109,7 +108,9 @@ def build_step(
                 rows = slice(start, start + size)
                 with synced(model, last=rows.stop >= len(labels)):
                     logits, losses, extra = forward(rows)
-                    loss = losses.mean() if extra is None else losses.mean() + extra
+                    loss = losses.mean()
+                    if extra is not None:
+                        loss = extra if replaces else loss + extra
                     if len(losses) < len(labels):
                         loss = loss * (len(losses) / len(labels))
                     loss.backward()
