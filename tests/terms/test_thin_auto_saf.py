@@ -121,8 +121,8 @@ def test_a_batch_in_place_of_arguments():
 
 
 def test_compiled_it_trains_as_it_does_eagerly():
-    """An average is read and written in one step. The default partitioner gathers rows again in
-    the backward pass if nothing hinders it: the loss is right then, and the gradient wrong."""
+    """An average is read and written in one step. If nothing hinders it, the default partitioner
+    gathers rows again in the backward pass, when the table has been written."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     models = [network() for _ in range(2)]
