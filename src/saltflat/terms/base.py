@@ -12,7 +12,7 @@ Before `start_epoch` only 3 happens, in eval mode nothing. A method overrides th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat.core import cuda_graph
-from saltflat.core.checks import real_number, whole_number
-from saltflat.core.distributed import Group, world
-from saltflat.memory.merge import all_reduce, require_agreement
-from saltflat.memory.state import PlainState
+from saltflat.core.checks import real_number
 from saltflat.memory.table import SampleMemory
 from saltflat.terms.divergence import trajectory_loss
-from saltflat.terms.misuse import Misuse
+from saltflat.terms.epochs import EpochState
 
 ONE_LOGIT = (
     "the probability of a single class is always 1, and the loss 0. Where one logit z stands for "
@@ -48,7 +45,7 @@ class Batch:
     labels: Tensor | None = None
 
 
-class TrajectoryTerm(PlainState):
+class TrajectoryTerm(EpochState):
     """A term to add to any loss: weight * divergence(outputs, reference).
 
     Args:
@@ -70,8 +67,6 @@ class TrajectoryTerm(PlainState):
     replaces_loss = False
     """Whether the term is the whole loss, so that a loop leaves out its own."""
 
-    lag = 0
-    """How many epochs ago a reference was recorded."""
     class_dim = -1
 
     def __init__(
@@ -84,27 +79,13 @@ class TrajectoryTerm(PlainState):
         memory: SampleMemory | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(start_epoch, memory, process_group)
         self.weight = real_number("weight", weight)
         self.temperature = real_number("temperature", temperature, most=1e6, above=True)
-        self.start_epoch = whole_number("start_epoch", start_epoch)
         self.tau_squared = tau_squared
         self.divergence: Callable[..., Tensor] = partial(
             trajectory_loss, temperature=self.temperature, tau_squared=tau_squared
         )
-        self.memory = memory
-        self.epoch: int | None = None
-        self.active = False
-        """Whether the loss is added in this epoch."""
-        self._begun = False  # not `epoch`, for each number of which torch.compile would recompile
-        self._since = 0  # the first epoch that was set
-        # Rows, finite ones, those with a reference, those of known samples: of this process since
-        # the last sync; and of all in this epoch, beside the rows that were not finite before it.
-        self._counted = torch.zeros(4, dtype=torch.int64, device="cpu")
-        self._counts = torch.zeros(5, dtype=torch.int64, device="cpu")
-        self._steps = 0  # since set_epoch
-        self._misuse = Misuse(type(self).__name__)
-        self._group = Group(process_group)
 
     # What a method writes.
 
@@ -121,11 +102,6 @@ class TrajectoryTerm(PlainState):
 
     def update(self, model: nn.Module) -> None:
         """Follow the model; call it after every `optimizer.step()`. Default: nothing."""
-
-    @property
-    def first_epoch(self) -> int:
-        """The first epoch that can have a loss."""
-        return max(self.start_epoch, self.lag)
 
     # A call.
 
@@ -241,84 +217,6 @@ class TrajectoryTerm(PlainState):
         index = index.to(memory.device, torch.int64, non_blocking=not on_host)
         return torch.where((index >= 0) & (index <= last), index, last + 1)
 
-    # Epochs.
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins; call it on every process, at the start of every epoch.
-
-        Args:
-            epoch: Counted from 0. The same number again, as after a resume, changes nothing.
-
-        Raises:
-            ValueError: If it is not a whole number from 0, or earlier than the last one; or if
-                indices on a GPU were out of range since the last call.
-            RuntimeError: If the processes differ, or one does not call.
-        """
-        number = whole_number("epoch", epoch)
-        if self.epoch is None:
-            self._since = number
-        elif number < self.epoch:
-            raise ValueError(
-                f"epoch {number} comes after epoch {self.epoch}: to go back, load an earlier "
-                "state_dict; for a new run, build a new object"
-            )
-        elif number > self.epoch:
-            self.sync()
-            self._end_epoch(self.epoch)
-        self._begin(number)
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch, self.active, self._steps = epoch, epoch >= self.start_epoch, 0
-        self._begun = True
-        if self.memory is not None:
-            self.memory.join(self._group.it)
-            self.memory.begin_epoch(epoch)
-
-    def _end_epoch(self, epoch: int) -> None:
-        """Notice misuse in what the epoch counted, and count anew."""
-        rows, finite, referenced, known, before = self._counts.tolist()
-        self._counts.copy_(torch.tensor([0, 0, 0, 0, before + rows - finite]))
-        if rows and not referenced and epoch >= max(self.start_epoch, self._since + self.lag):
-            self._misuse.no_reference(epoch)
-        if self.memory is None:
-            return
-        written, visits = self.memory.written(), known - (rows - finite)
-        if written < 0.9 * min(visits, self.memory.num_samples):
-            self._misuse.few_samples(epoch, visits, written)
-        if known < rows:
-            raise ValueError(
-                f"index was outside 0..{self.memory.num_samples - 1} in {rows - known} rows since "
-                "the last set_epoch; they were neither read nor written. num_samples must be the "
-                "length of the whole training set"
-            )
-
-    def sync(self) -> None:
-        """Make the state whole; call it on every process before each checkpoint.
-
-        It changes nothing of the training. On one process it only reads the counters.
-
-        Raises:
-            RuntimeError: If the processes differ in epoch or settings, or one does not call.
-        """
-        group, counted = self._group.it, self._counted.cpu()
-        if world(group)[1] > 1:
-            settings = f"{type(self).__name__}({self.extra_repr()})"
-            require_agreement(-1 if self.epoch is None else self.epoch, settings, group)
-            all_reduce(counted, dist.ReduceOp.SUM, group)
-            if self.memory is not None and self.epoch is not None:
-                self.memory.merge(group)
-        self._counts[:4] += counted
-        self._counted.zero_()
-
-    @property
-    def nonfinite_rows(self) -> int:
-        """Rows with NaN or infinite outputs so far; reading it waits for the device.
-
-        With several processes: of all up to the last `sync` or epoch, and of this one since.
-        """
-        rows, finite, *_, before = self.plain_state()["counts"].tolist()
-        return int(before + rows - finite)
-
     # A part of a step: see `saltflat.core.registry.Part`.
 
     @property
@@ -338,41 +236,6 @@ class TrajectoryTerm(PlainState):
             too_many = 2**31 if self.memory is None else 4 * self.memory.num_samples
             if rows > too_many or (self._steps >= 2**15 and not self.active):
                 self._misuse.no_epoch(self.epoch or 0, rows)
-
-    # The state.
-
-    def plain_state(self) -> dict[str, Tensor]:
-        """The epoch, the counters and the memory."""
-        epoch = -1 if self.epoch is None else self.epoch
-        counts = self._counts.clone()
-        counts[:4] += self._counted.cpu()
-        memory = {} if self.memory is None else self.memory.state()
-        return {
-            "epochs": torch.tensor([epoch, self._since], device="cpu"),
-            "counts": counts,
-            **{f"memory.{name}": tensor for name, tensor in memory.items()},
-        }
-
-    def take_plain_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state."""
-        self._counts.copy_(state["counts"])
-        self._counted.zero_()
-        epoch, self._since = state["epochs"].tolist()
-        if self.memory is not None:
-            tables = {n.removeprefix("memory."): t for n, t in state.items() if "memory." in n}
-            self.memory.load(tables)
-        if epoch >= 0:
-            self._begin(epoch)
-        else:
-            self.epoch, self.active, self._begun = None, False, False
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.memory is not None and world(self._group.it)[1] > 1 and self._counted.any():
-            raise RuntimeError(
-                "this process has rows that the others lack: call sync() on every process before "
-                "state_dict()"
-            )
-        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
         return (
