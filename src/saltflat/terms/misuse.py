@@ -31,7 +31,8 @@ class Misuse:
             f"epoch {epoch} had {visits} rows but only {written} distinct indices. Sampling with "
             "replacement leaves samples out. Colliding indices mix samples: use with_index("
             "ConcatDataset([a, b])), not ConcatDataset([with_index(a), with_index(b)]). Made-up "
-            "indices, such as labels or torch.arange(batch), mix samples too",
+            "indices, such as labels or torch.arange(batch), mix samples too. An epoch that is cut "
+            "short is fine where a step calls its closure twice, as SAM does",
         )
 
     def no_epoch(self, epoch: int, rows: int) -> None:
