@@ -5,9 +5,14 @@ and recording leaves no trace. So a step that reads a counter of Python's, or re
 it should change in place, goes wrong here as it would there.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from saltflat.core import cuda_graph
+from saltflat.core.cuda_graph import GraphedStep
 
 
 def record(body, pool=None):
@@ -70,3 +75,23 @@ def _tensors(tree):
 
 def _place(tensor):
     return tensor.untyped_storage().data_ptr()
+
+
+class TapedStep(GraphedStep):
+    """A GraphedStep that captures on the CPU, with the tape."""
+
+    def __init__(self, step, parts=(), *, warmup=3):
+        super().__init__(step, parts, warmup=warmup)
+        self.captures = []
+
+    def _can_capture(self, inputs):
+        return True
+
+    def _side_stream(self):
+        return nullcontext()
+
+    def _capture(self, inputs):
+        buffers, outputs = [x.clone() for x in inputs], []
+        replay = record(lambda: outputs.append(self._step(*buffers)))
+        self.captures.append(tuple(x.shape for x in inputs))
+        return cuda_graph._Graph(buffers, outputs[0], replay)

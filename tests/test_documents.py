@@ -229,43 +229,6 @@ def test_mesas_settings_in_other_repositories_can_be_built():
     assert len(rows) == 4
 
 
-@pytest.mark.filterwarnings("ignore")  # the frameworks' own
-@pytest.mark.parametrize("page", ["lightning", "transformers", "accelerate", "timm"])
-def test_an_integrations_page_runs_as_it_stands(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    net = network()
-    if page == "transformers":
-        from test_transformers import bert, texts
-
-        names = run("docs/integrations/transformers", model=bert(), train_set=texts())
-        logged = [log.get("trajectory_loss", 0) for log in names["trainer"].state.log_history]
-        assert names["trainer"].term is names["mesa"] and names["mesa"].epoch == 1, logged
-        return
-    names = run(f"docs/integrations/{page}", net=net, model=net)
-    terms = [names.get(name) for name in ("saf", "mesa")]
-    terms = [getattr(term, "term", term) for term in terms if term is not None]
-    if page == "timm":
-        terms.append(names["task"].term)
-        assert names["first_epoch"] == 7
-    assert len(terms) == 2 and all(term.epoch == 6 and term.active for term in terms)
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("lightning_digits.py", r"saf, 2 epochs, .*'accuracy': '0.\d+'"),
-        ("transformers_text.py", r"saf: test accuracy [\d.]+ %"),
-        ("accelerate_digits.py", r"epoch 1, 1 process.*test accuracy [\d.]+ %"),
-        ("timm_digits.py", r"epoch 1: .*test accuracy [\d.]+ %"),
-    ],
-)
-def test_an_example_runs(script, said, tmp_path):
-    assert script in PAGES[f"docs/integrations/{script.partition('_')[0]}"]
-    command = [sys.executable, str(ROOT / "examples" / script), "--epochs", "2", "--out"]
-    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=600)
-    assert re.search(said, result.stdout), result.stderr
-
-
 def test_the_demo_prints_accuracies():
     command = [
         sys.executable,

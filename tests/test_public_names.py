@@ -7,6 +7,7 @@ After a change that is meant:
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 ROOMS = ["", ".terms", ".memory", ".teacher", ".sam", ".sharpness", ".landscape"]
@@ -30,9 +31,10 @@ def names():
 
 def signature(thing):
     try:
-        return str(inspect.signature(thing))
+        text = str(inspect.signature(thing))
     except ValueError:
         return ""
+    return re.sub(r" at 0x\w+", "", text.replace("'", ""))  # a function's address, annotations
 
 
 def members(owner):
@@ -41,6 +43,8 @@ def members(owner):
             continue
         if isinstance(value, staticmethod):
             value = value.__func__
+        if inspect.isfunction(value) and not value.__qualname__.startswith(owner.__name__):
+            continue  # torch hangs its own wrapper of `step` on a class of optimizers
         yield name + (signature(value) if inspect.isfunction(value) else "")
 
 
@@ -53,7 +57,9 @@ def test_every_public_name_is_documented():
     for room in ROOMS:
         module = importlib.import_module(f"saltflat{room}")
         for name in module.__all__:
-            assert getattr(module, name).__doc__, f"saltflat{room}.{name}"
+            thing = getattr(module, name)
+            if inspect.isclass(thing) or inspect.isroutine(thing):
+                assert thing.__doc__, f"saltflat{room}.{name}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,12 @@ from saltflat import (
 from saltflat.memory import Ring
 
 EPOCHS, BATCHES = 4, 4
-"""Of an epoch, on one process."""
+"""The latter of an epoch, on one process."""
+
+
+def ranks():
+    """Rank and world size, as torchrun tells them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Near(TrajectoryTerm):
@@ -102,23 +106,11 @@ TERMS = {
 INDEXED = ("saf", "near")
 
 
-class Result(NamedTuple):
-    """What a training ended with."""
-
-    net: nn.Module
-    term: TrajectoryTerm
-    losses: list[torch.Tensor]
-    rows: list[torch.Tensor]
-    """The samples of each batch, as the network saw them."""
-    metrics: list[dict[str, float]]
-
-
 class Watched:
-    """A network that notes which samples it trains on."""
+    """A network that notes which samples it trains on (`rows`), and what became of it."""
 
     def __init__(self):
-        several = "WORLD_SIZE" in os.environ
-        self.net = smooth() if several else network()
+        self.net = smooth() if ranks()[1] > 1 else network()
         self.rows, self.losses, self.metrics = [], [], []
         self.net.register_forward_hook(self._note)
 
@@ -127,8 +119,9 @@ class Watched:
             known = dataset().tensors[0]
             self.rows.append((inputs[0][:, None] == known).all(-1).nonzero()[:, 1])
 
-    def result(self, term):
-        return Result(self.net, term, self.losses, self.rows, self.metrics)
+    def with_term(self, term):
+        self.term = term
+        return self
 
 
 def smooth():
@@ -142,13 +135,13 @@ def sgd(net):
 
 
 def batch_size():
-    return SAMPLES // BATCHES if "WORLD_SIZE" not in os.environ else 4
+    return 4 if ranks()[1] > 1 else SAMPLES // BATCHES
 
 
 def order(epoch=0):
     """A sampler whose order depends on the epoch alone."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    sampler = DistributedSampler(range(SAMPLES), ranks, int(os.environ.get("RANK", 0)), seed=5)
+    rank, size = ranks()
+    sampler = DistributedSampler(range(SAMPLES), size, rank, seed=5)
     sampler.set_epoch(epoch)
     return sampler
 
@@ -166,10 +159,8 @@ class Rows:
 
 def collated(samples):
     """A collate function of one's own."""
-    return {
-        "x": torch.stack([x for x, _ in samples]),
-        "labels": torch.stack([y for _, y in samples]),
-    }
+    x, labels = map(torch.stack, zip(*samples, strict=True))
+    return {"x": x, "labels": labels}
 
 
 def loader(indexed, form="tuples", epoch=0):
@@ -221,7 +212,7 @@ def lightning(
 
     from saltflat.integrations.lightning import TrajectoryCallback
 
-    watched, several = Watched(), "WORLD_SIZE" in os.environ
+    watched, several = Watched(), ranks()[1] > 1
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -253,7 +244,7 @@ def lightning(
     )
     path = str(Path(folder) / "last.ckpt") if resume else None
     trainer.fit(Module(), loader(indexed, form), ckpt_path=path)
-    return watched.result(callback.term)
+    return watched.with_term(callback.term)
 
 
 def transformers(
@@ -317,7 +308,7 @@ def transformers(
     if not indexed:  # set later, nobody adds the index
         trainer.train_dataset = Rows()
     trainer.train(resume_from_checkpoint=resume)
-    return watched.result(trainer.term)
+    return watched.with_term(trainer.term)
 
 
 def accelerate(
@@ -353,7 +344,7 @@ def accelerate(
                 term.update(model)
             watched.losses.append(loss.detach())
     accelerator.save_state(str(folder))
-    return watched.result(term)
+    return watched.with_term(term)
 
 
 def timm(make, folder, *, until=EPOCHS, resume=False, accumulate=1, indexed=True, form="tuples"):
@@ -362,12 +353,12 @@ def timm(make, folder, *, until=EPOCHS, resume=False, accumulate=1, indexed=True
 
     from saltflat.integrations.timm import TrajectoryTask, indexed_targets
 
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if ranks()[1] > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     watched = Watched()
     term, net = make(watched.net), watched.net
     task = TrajectoryTask(net, cross_entropy, term, verbose=False)
-    if "WORLD_SIZE" in os.environ:
+    if ranks()[1] > 1:
         task.prepare_distributed()
     optimizer, first = sgd(net), 0
     if resume:
@@ -385,11 +376,11 @@ def timm(make, folder, *, until=EPOCHS, resume=False, accumulate=1, indexed=True
                 task.update_ema()
             watched.losses.append(result["loss"].detach())
     term.sync()
-    if os.environ.get("RANK", "0") == "0":
+    if ranks()[0] == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         saver = CheckpointSaver(net, optimizer, checkpoint_dir=str(folder), task=task)
         saver.save_checkpoint(until - 1, metric=0.5)
-    return watched.result(term)
+    return watched.with_term(term)
 
 
 FRAMEWORKS = {one.__name__: one for one in (lightning, transformers, accelerate, timm)}

@@ -7,6 +7,7 @@ Every rank compares the two, the others' results, and one process that has the b
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from adapters import FRAMEWORKS, INDEXED, TERMS, plain, smooth
 from problems import same
+from torch.nn.functional import cross_entropy
 
 
 def gathered(value):
@@ -49,6 +51,43 @@ def compare(name, folder):
             torch.testing.assert_close(tensor, expected.state_dict()[key], msg=f"{method} {key}")
 
 
+def sharpness_is_the_mean_over_ranks():
+    from lightning_fits import DataLoader, Module, dataset, fit, order
+
+    from saltflat.integrations.lightning import SharpnessCallback
+    from saltflat.sharpness import sam_sharpness
+
+    class Own(SharpnessCallback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self.own = sam_sharpness(pl_module.net, cross_entropy, [batch], rho=self.rho)
+
+    added, where = Own(), {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    trainer = fit(Module(), [added], DataLoader(dataset(), 4, sampler=order()), epochs=1, **where)
+    one, other = gathered(added.own)
+    logged = float(trainer.callback_metrics["sharpness"])
+    assert one != other and math.isclose(logged, (one + other) / 2, rel_tol=1e-4)
+
+
+def a_state_of_half_the_rows_is_refused():
+    from saltflat.integrations.timm import TrajectoryTask
+
+    task = TrajectoryTask(smooth(), cross_entropy, TERMS["near"](None), verbose=False)
+    task.set_epoch(0)
+    task(torch.ones(1, 6), torch.tensor([2**24]))
+    try:
+        task.get_task_state()
+    except RuntimeError as error:
+        assert "sync()" in str(error)
+    else:
+        raise AssertionError("rows of one process were saved")
+    task.term.sync()
+    task.get_task_state()
+
+
+MORE = {"lightning": sharpness_is_the_mean_over_ranks, "timm": a_state_of_half_the_rows_is_refused}
+
+
 def rank_of(rank, name, port, folder):
     """One process, in the surroundings that torchrun makes."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
@@ -57,6 +96,7 @@ def rank_of(rank, name, port, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     compare(name, folder)
+    MORE.get(name, lambda: None)()
 
 
 def free_port():

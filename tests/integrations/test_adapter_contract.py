@@ -1,6 +1,7 @@
 """What every adapter keeps, for the library's terms and for foreign ones."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 from adapters import BATCHES, EPOCHS, FRAMEWORKS, INDEXED, TERMS, plain
 from problems import SAMPLES, same
+
+import saltflat
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
@@ -90,3 +93,8 @@ def test_every_framework_on_two_processes(tmp_path):
     )
     assert set(FRAMEWORKS) <= set(result.stdout.split()), result.stderr
     assert result.returncode == 0
+
+
+def test_no_adapter_asks_for_the_class_of_a_term():
+    for path in (Path(saltflat.__file__).parent / "integrations").glob("*.py"):
+        assert not re.search(r"isinstance\([^)]*\b(SAF|MESA)\b", path.read_text()), path.name

@@ -79,6 +79,10 @@ def test_labels_are_where_the_user_says():
             y, x = batch
             return cross_entropy(self(x), y)
 
+    class Keyed(Module):
+        def training_step(self, batch):
+            return cross_entropy(self(batch["x"]), batch["y"])
+
     turned = [
         (y, x) for x, y in torch.utils.data.DataLoader(loader(False).dataset, batch_size=None)
     ]
@@ -87,10 +91,8 @@ def test_labels_are_where_the_user_says():
     added = TrajectoryCallback(TERMS["smooth"], labels=lambda batch: batch[0])
     fit(module, [added], loader(False, turned))
     assert nets_are_equal(module.net, net)
-    with pytest.raises(ValueError, match=r"no labels in a batch of type Tensor.*labels=lambda"):
-        fit(
-            Module(), [TrajectoryCallback(TERMS["smooth"])], loader(False, list(torch.zeros(24, 2)))
-        )
+    with pytest.raises(ValueError, match=r"no labels in a batch of type dict.*labels=lambda"):
+        fit(Keyed(), [TrajectoryCallback(TERMS["smooth"])], loader(False, collate_fn=pairs))
 
 
 @both

@@ -202,6 +202,30 @@ def test_compiles_without_a_graph_break_and_follows_the_epochs(storage, device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def test_a_loss_of_plain_torch_on_its_memory_compiles_too(device):
+    """The default partitioner would gather its references again, from a table written meanwhile."""
+
+    class Squared(SAF):
+        def loss(self, outputs, reference, valid, batch):
+            rows = (outputs.softmax(-1) - reference.float().softmax(-1)).square().sum(-1)
+            return torch.where(valid, rows, 0.0).mean()
+
+    torch._dynamo.reset()
+    terms = [Squared(4, 3, lag=1, start_epoch=1, device=device) for _ in range(2)]
+    calls = [terms[0], torch.compile(terms[1], fullgraph=True, backend=recomputing_backend)]
+    for epoch in range(4):
+        seen = []
+        for term, call in zip(terms, calls, strict=True):
+            term.set_epoch(epoch)
+            logits = outputs(4, 3, seed=epoch).to(device).requires_grad_()
+            loss = call(logits, EVERY.to(device))
+            if epoch:
+                loss.backward()
+            seen.append((loss.detach(), logits.grad))
+        assert not epoch or seen[0][1].abs().min() > 0
+        torch.testing.assert_close(*seen)
+
+
 def test_takes_the_bytes_it_says():
     for storage in CODECS:
         for lag in (1, 3):

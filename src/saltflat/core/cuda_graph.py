@@ -32,6 +32,20 @@ def tick(part: Part) -> None:
         part.tick()
 
 
+@torch.library.custom_op("saltflat::keep", mutates_args=())
+def keep(tensor: Tensor) -> Tensor:
+    """A copy that torch.compile keeps for the backward pass instead of computing it again.
+
+    Rows of a memory must be kept: they are read, and then the memory is written.
+    """
+    return tensor.clone()
+
+
+@keep.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 @contextmanager
 def withhold_ticks() -> Iterator[None]:
     """While entered, parts do not tick themselves."""
@@ -119,15 +133,19 @@ class GraphedStep:
         return any(x.is_cuda for x in inputs)
 
     def _eagerly(self, inputs: tuple[Tensor, ...]) -> Any:
-        """Step on a side stream, as a capture needs it."""
         self._require_tensor_rates()
+        with self._side_stream():
+            return self._step(*inputs)
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """The stream of the capture, on which the warm-up steps run too."""
         now = torch.cuda.current_stream()
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            outputs = self._step(*inputs)
+            yield
         now.wait_stream(self._stream)
-        return outputs
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""What the adapters share: how they see a model's calls, wrap a method and judge a term."""
+"""Helpers that the adapters share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Trajectory terms and sharpness as Lightning callbacks, which leave the LightningModule as it is.
 
-Lightning lets no callback change the loss. So while a fit runs, a `TrajectoryCallback` wraps the
-module's `training_step`: it lets the step run, takes the logits from the one call of the network in
-it, and adds the term to the loss that the step returns. Backward pass, accumulation, clipping,
-precision and strategy stay Lightning's.
+Lightning lets no callback change the loss. So a `TrajectoryCallback` wraps the module's
+`training_step` while a fit runs. It takes the logits from the step's one call of the network, and
+adds the term to the loss that the step returns. Backward pass, accumulation, clipping, precision
+and strategy stay Lightning's.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class TrajectoryTask(ClassificationTask):
     several processes, call `task.term.sync()` on every rank before rank 0 saves. The term's state
     is the checkpoint's "task_state".
 
-    In evaluation mode the loss is the criterion alone.
+    In evaluation mode the loss is only the criterion.
 
     Args:
         model: The model, which returns logits. In training with a distillation head it returns two;

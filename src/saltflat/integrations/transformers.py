@@ -7,9 +7,10 @@ optimizer step, and puts its state into every checkpoint's folder, for `resume_f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -33,7 +34,7 @@ else:
 class TrajectoryMixin(_Base):
     """Adds a trajectory term to any Trainer: `class Mine(TrajectoryMixin, Seq2SeqTrainer): ...`.
 
-    The Trainer's own loss stays as it is, or is dropped if the term replaces the loss. Where
+    The Trainer's own loss is unchanged, or is dropped if the term replaces the loss. Where
     gradients are accumulated, the term of a step is the mean of its batches' terms.
 
     If the term needs an index, samples get a column "index" with their position in `train_dataset`,
@@ -99,7 +100,7 @@ class TrajectoryMixin(_Base):
         return outputs["logits"]
 
     def _for_term(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model was called with, without labels that only its loss needs."""
+        """The model's inputs, without labels that only its loss needs."""
         config = getattr(self.model, "config", None)
         decodes = getattr(config, "is_encoder_decoder", False)
         if decodes and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
@@ -170,7 +171,7 @@ class _Follow(TrainerCallback):
         self.epoch += 1
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.term.update(kwargs["model"])
+        self.trainer.term.update(cast(nn.Module, self.trainer.model))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.save_only_model:

@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saltflat.core.cuda_graph import capturing
-
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy host rows to a device without waiting for it.
-
-    Raises:
-        RuntimeError: During the capture of a CUDA graph.
-    """
-    if capturing():
-        raise RuntimeError(
-            "a memory on the host cannot be part of a CUDA graph: leave out device='cpu'"
-        )
+    """Copy host rows to a device without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -96,7 +96,7 @@ class TrajectoryTerm(PlainState):
         self.epoch: int | None = None
         self.active = False
         """Whether the loss is added in this epoch."""
-        self._begun = False  # torch.compile would compile anew for every number of `epoch`
+        self._begun = False  # not `epoch`, for each number of which torch.compile would recompile
         self._since = 0  # the first epoch that was set
         # Rows, finite ones, those with a reference, those of known samples: of this process since
         # the last sync; and of all in this epoch, beside the rows that were not finite before it.
@@ -148,6 +148,7 @@ class TrajectoryTerm(PlainState):
         """
         if not self._begun:
             raise RuntimeError("call set_epoch(epoch) at the start of every epoch, before forward")
+        eager = cuda_graph.eager()
         rows, batch = self._batch(outputs, args, kwargs)
         loss = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
         if not self.training:
@@ -156,6 +157,8 @@ class TrajectoryTerm(PlainState):
         valid = torch.zeros_like(keep)
         if self.active:
             reference, valid = self.reference(rows, batch)
+            if self.memory is not None and not eager:
+                reference, valid = cuda_graph.keep(reference), cuda_graph.keep(valid)
             valid = valid & keep
             loss = self.loss(rows, reference, valid, batch)
         self.record(rows, batch, keep)
@@ -165,7 +168,7 @@ class TrajectoryTerm(PlainState):
         if self._counted.device != keep.device:
             self._counted = self._counted.to(keep.device)
         self._counted += torch.stack([every, keep, valid, known]).sum(1)
-        if cuda_graph.eager():
+        if eager:
             TrajectoryTerm.tick(self)  # not a method's own, which may count its `update` too
         return loss
 
@@ -232,7 +235,10 @@ class TrajectoryTerm(PlainState):
                     f"index must be within 0..{last}, got {least} to {most}: num_samples must be "
                     "the length of the whole training set"
                 )
-        index = index.to(memory.device, torch.int64, non_blocking=True)
+        on_host = memory.device.type == "cpu"  # where a copy must have arrived to be read
+        if on_host and outputs.is_cuda and cuda_graph.capturing():
+            raise RuntimeError("a CUDA graph cannot hold device='cpu': keep the memory on the GPU")
+        index = index.to(memory.device, torch.int64, non_blocking=not on_host)
         return torch.where((index >= 0) & (index <= last), index, last + 1)
 
     # Epochs.
