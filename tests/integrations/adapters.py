@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from problems import CLASSES, SAMPLES, dataset, network
+from terms.thin_auto_saf import ThinAutoSAF
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
@@ -102,8 +103,9 @@ TERMS = {
     "near": lambda net, **kwargs: Near(**kwargs),
     "past": lambda net: Past(net),
     "smooth": lambda net: Smooth(),
+    "thin_auto_saf": lambda net, **kwargs: ThinAutoSAF(SAMPLES, CLASSES, **kwargs),
 }
-INDEXED = ("saf", "near")
+INDEXED = ("saf", "near", "thin_auto_saf")
 
 
 class Watched:

@@ -30,7 +30,7 @@ def gathered(value):
 
 
 def compare(name, folder):
-    for method in ("saf", "mesa", "near"):
+    for method in ("saf", "mesa", "near", "thin_auto_saf"):
         train = partial(FRAMEWORKS[name], TERMS[method], indexed=method in INDEXED)
         straight = train(folder / method / "straight")
         train(folder / method / "halves", until=2)
