@@ -42,7 +42,7 @@ def world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
 def local(tensors: Iterable[Any]) -> list[Tensor]:
     """The tensors themselves, or this rank's parts of those that are sharded by `fully_shard`.
 
-    What is done to a part in place is done to the tensor. Not for use where gradients are recorded.
+    Changing a part in place changes the tensor. Do not use it where gradients are recorded.
     """
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
@@ -63,7 +63,7 @@ def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | N
 
     All but those of which each rank has another part, as after `fully_shard`.
     """
-    from torch.distributed.tensor import DTensor  # half a second, and for several ranks alone
+    from torch.distributed.tensor import DTensor  # takes half a second to import
 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -71,7 +71,7 @@ def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | N
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
         message = torch.cat([tensor.flatten() for tensor in alike])
-        # As bytes, which every backend can send.
+        # Every backend can send bytes.
         dist.broadcast(message.view(torch.uint8), group=process_group, group_src=0)
         parts = message.split([tensor.numel() for tensor in alike])
         torch._foreach_copy_(
@@ -80,7 +80,7 @@ def take_first_ranks(tensors: list[Tensor], process_group: dist.ProcessGroup | N
 
 
 def message_device(tensor: Tensor, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Where a tensor must be for the group's collectives: NCCL takes none on the CPU."""
+    """The device that the group's collectives need: NCCL takes no tensor on the CPU."""
     backend = dist.get_backend(process_group)
     if backend == "nccl" and not tensor.is_cuda:
         return torch.device("cuda", torch.cuda.current_device())

@@ -56,7 +56,7 @@ def with_index_column(dataset: Any) -> Any:
         numbered = dataset
     else:
         numbered = dataset.add_column("index", list(range(len(keyed))))
-    shown = numbered.format  # a transform, or a choice of columns, may leave it out
+    shown = numbered.format  # a transform or a choice of columns may hide it
     return numbered if shown["type"] != "custom" and "index" in shown["columns"] else keyed
 
 
@@ -72,9 +72,9 @@ def _require_numbers(column: Any) -> None:
 def indexed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader that yields (index, batch) for each batch of another, which is made elsewhere.
 
-    The batch is what the loader's own collate function makes of the samples alone. Order, workers
-    and all other settings stay. A loader whose samples carry their index already
-    is given back as it is.
+    The loader's own collate function makes the batch of the samples without their index. Order,
+    workers and all other settings stay. A loader whose samples have an index already is returned
+    unchanged.
 
     Args:
         loader: A DataLoader over a map-style dataset.

@@ -47,7 +47,7 @@ class Shuffled(SAF):
     Args:
         num_samples: See `SAF`.
         num_classes: See `SAF`.
-        seed: Of the order, drawn anew for every epoch.
+        seed: Of the orders; each epoch draws its own.
         **settings: See `SAF`.
     """
 
@@ -65,7 +65,7 @@ class Shuffled(SAF):
         self._order[:-1] = order  # in place: a CUDA graph reads this tensor
 
     def reference(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What another sample's outputs were `lag` epochs ago."""
+        """The outputs of another sample, `lag` epochs ago."""
         assert batch.index is not None
         if self._order.device != batch.index.device:
             self._order = self._order.to(batch.index.device)

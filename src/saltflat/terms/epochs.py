@@ -92,7 +92,7 @@ class EpochState(PlainState):
             self.memory.begin_epoch(epoch)
 
     def _end_epoch(self, epoch: int) -> None:
-        """Notice misuse in what the epoch counted, and count anew."""
+        """Notice misuse in what the epoch counted, and reset the counters."""
         rows, finite, referenced, known, before = self._counts.tolist()
         self._counts.copy_(torch.tensor([0, 0, 0, 0, before + rows - finite]))
         if rows and not referenced and epoch >= max(self.start_epoch, self._since + self.lag):
