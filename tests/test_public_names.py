@@ -11,6 +11,12 @@ import re
 from pathlib import Path
 
 ROOMS = ["", ".terms", ".memory", ".teacher", ".sam", ".sharpness", ".landscape"]
+LISTED = [
+    (room, name)
+    for room in ROOMS
+    for name in importlib.import_module(f"saltflat{room}").__all__
+    if inspect.isclass(getattr(importlib.import_module(f"saltflat{room}"), name))
+]
 
 
 def names():
@@ -38,14 +44,19 @@ def signature(thing):
 
 
 def members(owner):
-    for name, value in vars(owner).items():
-        if name.startswith("_"):
-            continue
-        if isinstance(value, staticmethod):
-            value = value.__func__
-        if inspect.isfunction(value) and not value.__qualname__.startswith(owner.__name__):
-            continue  # torch hangs its own wrapper of `step` on a class of optimizers
-        yield name + (signature(value) if inspect.isfunction(value) else "")
+    """Those of the class, and of its bases up to the first that is listed itself."""
+    listed = {getattr(importlib.import_module(f"saltflat{r}"), n) for r, n in LISTED}
+    found = {}
+    for base in owner.__mro__:
+        if not base.__module__.startswith("saltflat") or (base is not owner and base in listed):
+            break
+        for name, value in vars(base).items():
+            own = not inspect.isfunction(value) or value.__qualname__.startswith(base.__name__)
+            # torch hangs its own wrapper of `step` on a class of optimizers.
+            if own and not name.startswith("_"):
+                value = value.__func__ if isinstance(value, staticmethod) else value
+                found.setdefault(name, name + (signature(value) if callable(value) else ""))
+    yield from found.values()
 
 
 def test_public_names_and_signatures_are_the_listed_ones():
