@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -78,16 +79,32 @@ def close(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)
 
 
-def main(rank: int, store: str) -> None:
+def main(rank: int, store: str, case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     half = slice(8 * rank, 8 * rank + 8)
-    mesh = init_device_mesh("cpu", (2,))
 
     def say(*words: object) -> None:
         with Path(f"{store}.{rank}").open("a") as findings:
             print(*words, file=findings)
 
+    (sharded if case == "sharded" else replicated)(half, say)
+    dist.barrier()  # torch 2.6 may hang if one process leaves first
+    dist.destroy_process_group()
+
+
+def sharded(half: slice, say: Callable[..., None]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, wrapper in WRAPPERS.items():
+        if not wrapper.per_row:
+            parts, whole = train(wrapper, fully_shard(smooth(), mesh=mesh), half), smooth()
+            for mine, theirs in zip(whole.parameters(), parts.parameters(), strict=True):
+                mine.data.copy_(theirs.full_tensor())
+            alone = train(wrapper, smooth(), slice(0, 16))
+            say(name, "sharded, equals one process:", close(whole, alone))
+
+
+def replicated(half: slice, say: Callable[..., None]) -> None:
     for name, wrapper in WRAPPERS.items():
         model = train(wrapper, DistributedDataParallel(network()), half)
         say(name, "replicas equal:", same_on_both(model))
@@ -95,11 +112,6 @@ def main(rank: int, store: str) -> None:
             model = train(wrapper, DistributedDataParallel(smooth()), half)
             alone = train(wrapper, smooth(), slice(0, 16))
             say(name, "equals one process:", close(model.module, alone))
-            parts = train(wrapper, fully_shard(smooth(), mesh=mesh), half)
-            whole = smooth()
-            for mine, theirs in zip(whole.parameters(), parts.parameters(), strict=True):
-                mine.data.copy_(theirs.full_tensor())
-            say(name, "sharded, equals one process:", close(whole, alone))
     for method in (SAM, ASAM):
         wrapper = Wrapper(method, 2, 2)
         model = train(wrapper, DistributedDataParallel(smooth()), half, m_sharpness=True)
@@ -112,8 +124,7 @@ def main(rank: int, store: str) -> None:
         if method is SAM:
             twin = by_hand(5, rho=0.05)
             say("m-sharpness equals by hand:", close(model.module, twin))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), 2)
+    mp.spawn(main, tuple(sys.argv[1:]), 2)
