@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax, softmax
+from torch.nn.functional import softmax
 
 
 def trajectory_loss(
@@ -91,11 +91,15 @@ class _TemperedKL(torch.autograd.Function):
         logits: Tensor, reference: Tensor, valid: Tensor | None, temperature: float, factor: float
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_q = log_softmax(logits.to(dtype, copy=True).div_(temperature), -1)
-        log_p = log_softmax(reference.to(dtype, copy=True).div_(temperature), -1)
-        p = log_p.exp()
+        both = []
+        for outputs in (logits, reference):
+            log = outputs.to(dtype, copy=True).div_(temperature)
+            soft = log.sub_(log.amax(-1, keepdim=True)).exp()
+            total = soft.sum(-1, keepdim=True)
+            both += [log.sub_(total.log()), soft.div_(total)]  # one exponential for the two
+        log_q, q, log_p, p = both
         rows = log_p.sub_(log_q).mul_(p).sum(-1)
-        pull = log_q.exp_().sub_(p)
+        pull = q.sub_(p)
         if valid is not None:
             rows = torch.where(valid, rows, 0.0)
             pull.masked_fill_(~valid[..., None], 0.0)  # a masked row may be NaN
@@ -105,11 +109,14 @@ class _TemperedKL(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         logits, _, valid, ctx.temperature, factor = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or zeros are made for the second output
         ctx.save_for_backward(output[1], logits, valid)
         ctx.factor = factor / ctx.temperature
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         pull, logits, valid = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative: the same number, as a function
             z = logits if valid is None else torch.where(valid[..., None], logits, 0.0)
