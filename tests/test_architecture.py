@@ -26,7 +26,7 @@ ARROWS = {
     "train": {"terms", "sam", "sharpness", "memory", "teacher", "core", "__version__"},
     "report": {"landscape", "core"},
     "cli": {"report", "train", "landscape"},
-    "__init__": {"terms", "memory", "teacher", "sam"},
+    "__init__": {"terms", "memory", "teacher", "sam", "core"},
     "__main__": {"cli"},
 }
 """From each room to those it may import beside itself."""

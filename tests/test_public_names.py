@@ -10,7 +10,10 @@ import inspect
 import re
 from pathlib import Path
 
-ROOMS = ["", ".terms", ".memory", ".teacher", ".sam", ".sharpness", ".landscape"]
+ROOMS = [
+    *("", ".terms", ".memory", ".teacher", ".sam", ".sharpness", ".landscape"),
+    *(f".integrations.{name}" for name in ("lightning", "transformers", "timm", "accelerate")),
+]
 LISTED = [
     (room, name)
     for room in ROOMS

@@ -9,6 +9,9 @@ from saltflat.memory import indexed_loader, split_index, with_index, with_index_
 # The moving average of a model.
 from saltflat.teacher import EMATeacher, decay_for_half_life
 
+# A training step as a CUDA graph.
+from saltflat.core.cuda_graph import GraphedStep
+
 # The SAM family, to compare with.
 from saltflat import sam
 
@@ -19,6 +22,7 @@ __all__ = [
     "SAF",
     "Batch",
     "EMATeacher",
+    "GraphedStep",
     "TrajectoryTerm",
     "decay_for_half_life",
     "indexed_loader",

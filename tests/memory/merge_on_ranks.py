@@ -236,11 +236,26 @@ def steps_and_the_same_epoch_send_nothing(ranks):
         term.set_epoch(0)
         assert not calls
         term.set_epoch(1)
-        assert len(calls) == 5, "agreement, counters, owners, table and stamps"
+        assert len(calls) == 4, "agreement, counters, owners and table"
         term.set_epoch(1)
-        assert len(calls) == 5
+        assert len(calls) == 4
     finally:
         dist.all_reduce = all_reduce
+
+
+def the_same_epoch_again_keeps_the_order_of_calls(ranks):
+    """Rank 0 writes sample 7 in its third call; rank 1, in its fourth, comes too late."""
+    term, twin = pair(ranks)
+    for both in (term, twin):
+        both.set_epoch(0)
+    for call in range(4):
+        sample = 7 if (ranks.rank, call) in ((0, 2), (1, 3)) else 8 + call
+        term(outputs(1, ranks.rank, call), torch.tensor([sample]))
+        if call == 2:
+            term.set_epoch(0)
+    term.sync()
+    row = term.state_dict()["memory.table"][0, 7].float()
+    torch.testing.assert_close(row, outputs(1, 0, 2)[0], rtol=1e-2, atol=1e-2)
 
 
 def a_sync_before_the_first_epoch(ranks):
@@ -384,6 +399,7 @@ SCENARIOS = [
     a_sync_changes_nothing,
     counters_are_right_after_a_sync_and_a_merge,
     steps_and_the_same_epoch_send_nothing,
+    the_same_epoch_again_keeps_the_order_of_calls,
     a_sync_before_the_first_epoch,
     a_state_loads_on_any_number_of_ranks,
     ranks_that_disagree,

@@ -326,3 +326,21 @@ def test_without_scipy_the_others_work(name, monkeypatch):
 def test_every_public_name_is_documented():
     for name in set(sharpness.__all__) - {"Policy"}:  # a list of words
         assert getattr(sharpness, name).__doc__
+
+
+def test_batches_of_dictionaries_weigh_as_their_rows():
+    """Not as their keys."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, batch):
+            return self.net(batch["x"])
+
+    model, (x, y) = Model().eval(), dataset().tensors
+    uneven = [({"x": x[s], "mask": x[s]}, y[s]) for s in (slice(0, 10), slice(10, 11))]
+    whole = sam_sharpness(model, cross_entropy, [({"x": x[:11], "mask": x[:11]}, y[:11])])
+    assert sam_sharpness(model, cross_entropy, uneven) == pytest.approx(whole, rel=1e-4)
+    assert top_eigenvalues(model, cross_entropy, uneven).images == 11

@@ -479,3 +479,25 @@ def test_a_folded_teacher_can_be_compiled():
     _, teacher, plain = folded()
     compiled = torch.compile(teacher, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images()), plain(images()))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_graphed_step_counts_the_updates_that_there_are(inside):
+    """The update may be part of the step or follow it."""
+    model = network()
+    teacher, twin = (EMATeacher(model, decay=0.9, warmup=True) for _ in range(2))
+
+    def step(x):
+        with torch.no_grad():
+            model[0].weight.add_(x)
+        if inside:
+            teacher.update(model)
+
+    graphed = GraphedStep(step, [teacher])
+    for number in range(5):
+        graphed(torch.tensor(float(number)))
+        if not inside:
+            teacher.update(model)
+        twin.update(model)
+    assert teacher.updates == twin.updates == 5
+    assert torch.equal(teacher.module[0].weight, twin.module[0].weight)

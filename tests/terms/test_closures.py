@@ -27,6 +27,28 @@ OPTIMIZERS = {
 }
 
 
+def test_every_pass_of_esam_sees_the_same_reference_of_saf():
+    """Its closure takes rows and returns the loss of each."""
+    model = network()
+    optimizer = sam.ESAM(torch.optim.SGD(model.parameters(), lr=0.1), gamma=0.5, beta=1.0)
+    saf = SAF(SAMPLES, CLASSES, lag=1, start_epoch=1, storage="float32")
+    terms = []
+    for epoch in range(3):
+        saf.set_epoch(epoch)
+        for index, x, y in batches(epoch):
+
+            def closure(rows, index=index, x=x, y=y):
+                rows = torch.arange(len(x)) if rows is None else rows
+                logits = model(x[rows])
+                terms.append(saf(logits, index[rows]))
+                return cross_entropy(logits, y[rows], reduction="none") + terms[-1]
+
+            optimizer.step(closure)
+    calls = len(terms) // 9
+    assert calls == 3 and all(term > 0 for term in terms[3 * calls :])
+    assert saf.memory.written() == SAMPLES
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_call_of_a_step_sees_the_same_reference_of_saf(name):
     model = network()

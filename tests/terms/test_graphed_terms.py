@@ -11,7 +11,7 @@ from terms.thin_auto_saf import ThinAutoSAF
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from saltflat.core.cuda_graph import withhold_ticks
+from saltflat.core.cuda_graph import GraphedStep, all_parts, withhold_ticks
 from saltflat.terms import MESA, SAF, Batch, Shuffled, Uniform
 
 TERMS = {
@@ -108,7 +108,8 @@ def test_no_host_state_changes_inside_a_step(name):
                 term.update(model)
             if number or epoch:
                 assert host_state(term) == before
-            term.tick()
+            for part in all_parts([term]):
+                part.tick()
             seen_change = seen_change or host_state(term) != before
     assert seen_change, "or nothing is looked at"
 
@@ -121,9 +122,30 @@ def test_a_key_changes_where_python_decides(name):
     for epoch in range(6):
         term.set_epoch(epoch)
         term.update(model)
-        keys.append(term.graph_key())
+        keys.append(key(term))
     assert len(set(keys)) == KEYS.get(name, 2)
     term.eval()
-    assert term.graph_key() not in keys
-    hash(term.graph_key())
-    assert isinstance(term, nn.Module) and copy.deepcopy(term).graph_key() == term.graph_key()
+    assert key(term) not in keys
+    hash(key(term))
+    assert isinstance(term, nn.Module) and key(copy.deepcopy(term)) == key(term)
+
+
+def key(term):
+    return tuple(part.graph_key() for part in all_parts([term]))
+
+
+def test_a_terms_own_tick_counts_the_same_steps_everywhere():
+    class Counting(Uniform):
+        ticks = 0
+
+        def tick(self):
+            super().tick()
+            self.ticks += 1
+
+    for step in (None, GraphedStep):
+        term = Counting(start_epoch=0)
+        term.set_epoch(0)
+        call = term if step is None else step(term, [term])
+        for _ in range(5):
+            call(torch.randn(3, 4))
+        assert term.ticks == term._steps == 5

@@ -146,6 +146,22 @@ def test_an_epoch_that_never_ends_warns_once():
     assert "rows since set_epoch(0)" in str(said[0].message)
 
 
+def test_set_epoch_once_for_all_epochs_of_the_digits_warns_once():
+    """1,797 samples in batches of 64, thirty times; and MESA, which knows no number of samples."""
+    saf, rows = SAF(1797, 10), torch.randn(64, 10)
+    mesa = MESA(torch.nn.Linear(2, 10))
+    for term in (saf, mesa):
+        term.set_epoch(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(30 * 28):
+            saf(rows, (torch.arange(64) + 64 * step) % 1797)
+        for _ in range(8192):
+            mesa(rows[:1], rows[:1, :2])
+    assert [str(each.message).split(":")[0] for each in said] == ["SAF", "MESA"]
+    assert all(each.filename == __file__ for each in said), "the user's own line"
+
+
 def test_a_large_epoch_does_not_look_endless():
     saf = make(num_samples=20_000)
     saf.set_epoch(0)

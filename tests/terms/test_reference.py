@@ -46,8 +46,8 @@ def test_the_losses_of_200_steps_are_the_same(make, kinds):
         terms.append(model[0].weight.detach())
     assert len(traces[0]) == 201
     assert (traces[0][9:] > 0).all() and not traces[0][:9].any()
-    torch.testing.assert_close(*traces, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(*terms, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*traces, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(*terms, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [ReferenceSAF, ReferenceMESA])

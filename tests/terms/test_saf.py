@@ -346,3 +346,16 @@ def test_a_call_on_the_cpu_passes_few_functions():
         sys.setprofile(None)
     assert len(seen) <= 16, sorted(seen)
     assert len({file for file, _ in seen}) <= 6, sorted(seen)
+
+
+def test_settings_that_change_later_count():
+    saf, cold = ready(storage="float32"), ready(storage="float32", temperature=1.0)
+    now = outputs(4, 3, seed=1)
+    saf.temperature = 1.0
+    assert torch.equal(saf(now, torch.arange(4)), cold(now, torch.arange(4)))
+
+
+def test_sizes_of_numpys_small_types():
+    saf = SAF(np.uint8(200), np.uint8(250), lag=np.int8(127), start_epoch=127, storage="uint8")
+    assert saf.nbytes == SAF.estimate_bytes(200, 250, lag=127, storage="uint8")
+    assert (saf.lag, saf.memory.slots) == (127, 128)

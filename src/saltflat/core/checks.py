@@ -8,6 +8,17 @@ from numbers import Real
 from typing import Any
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def whole_number(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
     """`value` as an int.
 
@@ -46,7 +57,10 @@ def real_number(
         >>> real_number("weight", 1)
         1.0
     """
-    number = nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    try:
+        number = nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = inf
     if not isfinite(number) or not least <= number <= most or (above and number == least):
         bounds = f"{'above' if above else 'of at least'} {least:g}"
         bounds += f" and at most {most:g}" if most < inf else ""

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from saltflat.core.checks import whole_number
 from saltflat.core.registry import Part
 
 _graphed = False
@@ -46,6 +47,12 @@ def _(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 
+def all_parts(given: Iterable[Any]) -> list[Part]:
+    """The parts among objects, and inside those that are modules."""
+    inside = (each.modules() if isinstance(each, nn.Module) else [each] for each in given)
+    return [part for objects in inside for part in objects if isinstance(part, Part)]
+
+
 @contextmanager
 def withhold_ticks() -> Iterator[None]:
     """While entered, parts do not tick themselves."""
@@ -67,8 +74,9 @@ class GraphedStep:
     Args:
         step: Takes tensors; returns a tensor, a tuple of tensors or None. It zeroes gradients, runs
             forward and backward, and steps the optimizer. Use `autocast(cache_enabled=False)`.
-        parts: The terms and optimizers that the step uses. A learning rate must be a tensor on the
-            device: a replay never sees a float change.
+        parts: The terms and optimizers that the step uses; parts inside them, such as MESA's
+            teacher, are found. A learning rate must be a tensor on the device: a replay never sees
+            a float change.
         warmup: Eager steps before each capture, at least 1.
 
     Raises:
@@ -85,12 +93,12 @@ class GraphedStep:
     def __init__(
         self, step: Callable[..., Any], parts: Iterable[Part | Optimizer] = (), *, warmup: int = 3
     ) -> None:
-        if warmup < 1:
-            raise ValueError(f"warmup must be at least 1, got {warmup}")
+        if not callable(step):
+            raise TypeError(f"step must be a function, got {step!r}")
         self._step = step
-        self._warmup = warmup
+        self._warmup = whole_number("warmup", warmup, 1)
         self._given = list(parts)
-        self._parts = [part for part in self._given if isinstance(part, Part)]
+        self._parts = all_parts(self._given)
         self._taken: Counter[Any] = Counter()
         self._graphs: dict[Any, _Graph] = {}
         self._pool: Any = None

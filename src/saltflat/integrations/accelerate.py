@@ -14,6 +14,8 @@ except ImportError as error:
 
 from saltflat.terms import TrajectoryTerm
 
+__all__ = ["register"]
+
 Term = TypeVar("Term", bound=TrajectoryTerm)
 
 

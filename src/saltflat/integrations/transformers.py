@@ -22,6 +22,8 @@ from saltflat.integrations.hooks import has_weights, warn_if_never_active
 from saltflat.memory.indexing import with_index_column
 from saltflat.terms import Batch, TrajectoryTerm
 
+__all__ = ["TrajectoryMixin", "TrajectoryTrainer"]
+
 STATE = "trajectory.pt"
 """The file of a checkpoint's folder that holds the term."""
 

@@ -178,14 +178,15 @@ class SurfaceEvaluator:
 
     @torch.no_grad()
     def loss_fingerprint(self) -> str:
-        """The loss of random outputs from 0 to 1, the same in every call.
+        """The losses of random outputs up to 1, 10 and 100, the same in every call.
 
         Equal to five digits for equal loss functions and labels.
         """
-        x, y = (part[:16] for part in self._batches[0])
+        x, y = (part[:64] for part in self._batches[0])
         like = self._model(x)
-        outputs = torch.rand(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
-        return f"{self._mean_loss(outputs, y).item():.5g}"
+        random = torch.rand(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+        losses = (self._mean_loss(scale * random, y).item() for scale in (1, 10, 100))
+        return " ".join(f"{loss:.5g}" for loss in losses)
 
     def _resized(self, batches: Batches) -> Batches:
         """The same rows in batches as large as the device works well with."""

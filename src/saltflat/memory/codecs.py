@@ -92,6 +92,6 @@ def codec_for(storage: str) -> type[Codec]:
     Raises:
         ValueError: If there is none of that name.
     """
-    if storage not in CODECS:
+    if not isinstance(storage, str) or storage not in CODECS:
         raise ValueError(f"storage must be one of {', '.join(CODECS)}, got {storage!r}")
     return CODECS[storage]

@@ -1,8 +1,8 @@
 """Several processes: each writes its own rows, and all become whole once an epoch.
 
 References are read in later epochs than they are written, so no step needs a message. When an epoch
-ends, two all-reduces give every process the rows that any process wrote: the owners by MIN, then
-the rows as bytes by SUM, which is exact because each row has one owner.
+ends, all-reduces give every process the rows that any process wrote: the owners by MIN, then the
+rows of each table as bytes by SUM, which is exact because each row has one owner.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def require_agreement(epoch: int, settings: str, group: dist.ProcessGroup | None
 @torch.no_grad()
 def merge_rows(
     tables: Iterable[Tensor], claims: Tensor, written: Tensor, group: dist.ProcessGroup | None
-) -> None:
+) -> Tensor:
     """Give every process the rows that any process wrote.
 
     Args:
@@ -69,6 +69,9 @@ def merge_rows(
             all processes have. The smallest claim wins: the first call, then the lowest rank.
         written: Whether this process has a row for the sample.
         group: The processes.
+
+    Returns:
+        Whether any process had a row for the sample.
     """
     rank, size = world(group)
     owners = torch.where(written, claims, NOBODY)
@@ -83,3 +86,4 @@ def merge_rows(
             message = torch.where(own.view(shape), part, torch.zeros_like(part))
             all_reduce(message.view(torch.uint8), dist.ReduceOp.SUM, group)
             part.copy_(torch.where(any_rank.view(shape), message, part))
+    return known

@@ -49,7 +49,9 @@ class Ring(SampleMemory):
         device: torch.device | str | None = None,
     ) -> None:
         self.lag = whole_number("lag", lag, 1)
-        super().__init__(num_samples, num_classes, slots=lag + 1, storage=storage, device=device)
+        super().__init__(
+            num_samples, num_classes, slots=self.lag + 1, storage=storage, device=device
+        )
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch: its outputs are written, those of `epoch - lag` are read."""

@@ -69,7 +69,7 @@ class SampleMemory:
         self.storage = storage
         self._codec = codec_for(storage)
         self._fields = {
-            "table": Field(self._codec.dtype, (self._codec.width(num_classes),), 0),
+            "table": Field(self._codec.dtype, (self._codec.width(self.num_classes),), 0),
             "stamps": Field(torch.int32, (), NEVER),
             **(fields or {}),
         }
@@ -131,9 +131,11 @@ class SampleMemory:
             seen: The epoch whose rows count when read.
         """
         self.flush()
+        again = epoch == self._now[2]  # then the calls are counted on
         self._now = (write * self.num_samples, read * self.num_samples, epoch, seen, 0)
         if self.device is not None:
-            self._clock.copy_(torch.tensor(self._now, device="cpu"))
+            now = torch.tensor(self._now, device="cpu")
+            self._clock[: 4 if again else 5].copy_(now[: 4 if again else 5])
 
     def written(self) -> int:
         """How many samples were written in this epoch; waits for the device."""
@@ -163,6 +165,11 @@ class SampleMemory:
             shape = (self.num_samples + 1,)
             self._claims = torch.zeros(shape, dtype=torch.int32, device=self.device or "cpu")
 
+    @property
+    def shared(self) -> bool:
+        """Whether several processes have a part of the rows until they merge."""
+        return self._claims is not None
+
     def _claim(self, index: Tensor) -> None:
         """Note that this process wrote these samples in this call."""
         if self._claims is not None:
@@ -173,12 +180,17 @@ class SampleMemory:
     def merge(self, group: dist.ProcessGroup | None) -> None:
         """Give every process what any process wrote in this epoch."""
         self.flush()
-        assert self._claims is not None
+        if self._claims is None:
+            raise RuntimeError(
+                "the process group is younger than this epoch: call init_process_group before "
+                "set_epoch"
+            )
         if self.device is None:
             self.place(torch.device("cpu"))
-        slots = [self._slot(name) for name in self._fields]
-        written = self._slot("stamps") == self._now[2]
-        merge_rows(slots, self._claims[:-1], written, group)
+        stamps = self._slot("stamps")
+        tables = [self._slot(name) for name in self._fields if name != "stamps"]
+        known = merge_rows(tables, self._claims[:-1], stamps == self._now[2], group)
+        stamps.masked_fill_(known, self._now[2])
         self._claims.zero_()
 
     # The state.

@@ -1,4 +1,8 @@
-"""Lanczos' iteration for a symmetric matrix that is known only by its products with vectors."""
+"""Lanczos' iteration for a symmetric matrix that is known only by its products with vectors.
+
+Written here because it stops at the residual that the result states. On a CPU curvlinops took 1.9
+to 3.4 times as long for the top eigenvalue (`benchmarks/hessian.py`).
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from saltflat.core.batchnorm import running_layers
 from saltflat.core.perturb import displaced
@@ -31,6 +32,12 @@ from saltflat.core.perturb import displaced
 Policy = Literal["eval", "recalibrated", "batch"]
 Batches = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def rows_of(x: Any, y: Any) -> int:
+    """The rows of a batch: the length of its labels, or of the first tensor in its inputs."""
+    tensors = [leaf for leaf in tree_leaves((y, x)) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(tensors[0] if tensors else x)
 
 
 class Objective:
@@ -68,13 +75,13 @@ class Objective:
             if not pair or not hasattr(batch[0], "__len__"):
                 raise ValueError(f"batches must hold pairs (inputs, labels), got {batch!r:.80}")
             self.batches.append((batch[0], batch[1]))
-        if not all(len(x) for x, _ in self.batches) or not self.batches:
+        if not all(rows_of(x, y) for x, y in self.batches) or not self.batches:
             raise ValueError(f"batches must hold rows, got {self.batches!r:.80}")
 
     @property
     def images(self) -> int:
         """Rows of all batches."""
-        return sum(len(x) for x, _ in self.batches)
+        return sum(rows_of(x, y) for x, y in self.batches)
 
     def of_group(self, x: Tensor, y: Tensor) -> Objective:
         """The loss of some of the rows; its passes count as passes over part of the images."""
@@ -102,7 +109,7 @@ class Objective:
         for x, y in self._pass("forward", "backward"):
             with torch.enable_grad():
                 loss = self._loss(x, y)
-                total += self._gradient(loss * len(x))
+                total += self._gradient(loss * rows_of(x, y))
             losses.append(loss.detach())
         return self._mean(losses), total / self.images
 
@@ -113,7 +120,7 @@ class Objective:
         with sdpa_kernel(SDPBackend.MATH):
             for x, y in self._pass("forward", "backward"):
                 with torch.enable_grad():
-                    loss = self._loss(x, y) * len(x)
+                    loss = self._loss(x, y) * rows_of(x, y)
                     gradients = torch.autograd.grad(
                         loss, self.parameters, create_graph=True, allow_unused=True
                     )
@@ -130,13 +137,13 @@ class Objective:
 
     def normal(self, seed: int) -> Callable[[], Tensor]:
         """Draws vectors of uniform random direction, the same on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))
         draw = partial(torch.randn, self.size, generator=generator, dtype=self.dtype)
         return lambda: draw().to(self.device)
 
     def signs(self, seed: int) -> Callable[[int], Tensor]:
         """Draws rows of random signs, the same on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))
         bits = partial(torch.randint, 2, generator=generator, dtype=torch.int8)
         return lambda rows: (2 * bits((rows, self.size)) - 1).to(self.device, self.dtype)
 
@@ -172,7 +179,7 @@ class Objective:
     def _mean(self, losses: list[Tensor]) -> float:
         """Over all rows, from the mean of each batch; this waits for the device once."""
         pairs = zip(torch.stack(losses).tolist(), self.batches, strict=True)
-        return sum(loss * len(x) for loss, (x, _) in pairs) / self.images
+        return sum(loss * rows_of(x, y) for loss, (x, y) in pairs) / self.images
 
     def _pass(self, *kinds: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches, counted, with the random numbers of every other pass."""
@@ -202,10 +209,10 @@ class Objective:
         try:
             for layer in layers:
                 layer.training = True
-            for x, _ in self._pass("forward"):
-                seen += len(x)
+            for x, y in self._pass("forward"):
+                seen += rows_of(x, y)
                 for layer in layers:
-                    layer.momentum = len(x) / seen  # in the end the mean over all rows
+                    layer.momentum = rows_of(x, y) / seen  # in the end the mean over all rows
                 self.model(x)
         finally:
             for layer, momentum in zip(layers, momenta, strict=True):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat.core.checks import real_number
-from saltflat.core.cuda_graph import tick
+from saltflat.core.checks import flag, real_number
+from saltflat.core.cuda_graph import eager
 from saltflat.core.distributed import Group, local, take_first_ranks, world
 from saltflat.teacher.fold import FoldedTwin
 
@@ -29,10 +29,8 @@ def decay_for_half_life(half_life_epochs: float, steps_per_epoch: int) -> float:
         >>> round(decay_for_half_life(3.545, steps_per_epoch=391), 5)  # the paper's, on CIFAR
         0.9995
     """
-    if not half_life_epochs > 0:
-        raise ValueError(f"half_life_epochs must be positive, got {half_life_epochs}")
-    if not steps_per_epoch > 0:
-        raise ValueError(f"steps_per_epoch must be positive, got {steps_per_epoch}")
+    real_number("half_life_epochs", half_life_epochs, above=True)
+    real_number("steps_per_epoch", steps_per_epoch, above=True)
     return float(0.5 ** (1 / (half_life_epochs * steps_per_epoch)))
 
 
@@ -44,6 +42,9 @@ class EMATeacher(nn.Module):
     Parameters and floating-point buffers are averaged. Integer tensors are copied, and so are
     buffers that hold an infinity, such as attention masks. Half-precision tensors are averaged in
     float32 and rounded for use: in half precision, steps of 1 - decay would round to nothing.
+
+    The copy has the model's hooks. A hook that refers to the model's own layers uses the model's
+    weights in the teacher, too.
 
     A model with NaN weights makes the teacher NaN for good. Skip `update` where you skip the step.
 
@@ -61,6 +62,7 @@ class EMATeacher(nn.Module):
 
     Raises:
         ValueError: If the decay is not within [0, 1], or a copy of the model would run the model.
+        TypeError: If the model is not a module.
 
     Example:
         >>> import torch
@@ -83,13 +85,16 @@ class EMATeacher(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.decay = real_number("decay", decay, most=1)
-        self.warmup = warmup
-        self.average_std = average_std
+        self.warmup = flag("warmup", warmup)
+        self.average_std = flag("average_std", average_std)
         self.frozen = False
         """Whether `update` counts, but leaves the average as it is; not part of the state."""
         self.updates = 0
         self._group = Group(process_group)
+        self._in_step = False  # whether a GraphedStep contains the update
         self._same_on_all_ranks = False
         self.module = _copied(_unwrapped(model)).requires_grad_(False)
         self.eval()
@@ -136,7 +141,10 @@ class EMATeacher(nn.Module):
                 finer = [averages[name] for name in buffers if averages[name] is not ours[name]]
                 take_first_ranks([*(ours[name] for name in buffers), *finer], self._group.it)
             self._refresh()
-        tick(self)
+        if eager():
+            self._count()
+        else:
+            self._in_step = True
 
     def _average(
         self, ours: dict[str, Tensor], averages: dict[str, Tensor], theirs: dict[str, Tensor]
@@ -188,14 +196,19 @@ class EMATeacher(nn.Module):
         return (self.frozen,)
 
     def tick(self) -> None:
-        """Count an update, and write the decay of the next one."""
+        """Count an update that is part of a `GraphedStep`; others count themselves."""
+        if self._in_step:
+            self._count()
+
+    def _count(self) -> None:
         self.updates += 1
         self._write_weight()
 
     def fold(self) -> bool:
         """From now on, run with each BatchNorm folded into the convolution before it.
 
-        Outputs stay the same to rounding. `update` and loading a state follow; after changing the
+        Outputs stay the same to rounding; a `forward` that switches autocast is traced without
+        the switch. `update` and loading a state follow; after changing the
         teacher's tensors by hand, fold again. A copy of the teacher is not folded. Fold before you
         capture a CUDA graph, and not again after that.
 
@@ -231,11 +244,6 @@ class EMATeacher(nn.Module):
         take_first_ranks(tensors, self._group.it)
         self._same_on_all_ranks = True
         self._refresh()
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The processes that train together; None for the default group."""
-        return self._group.it
 
     @property
     def nbytes(self) -> int:

@@ -162,7 +162,8 @@ def _traced(module: nn.Module) -> fx.GraphModule:
         twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
         arguments = inspect.signature(twin.forward).parameters.values()
         defaults = {a.name: a.default for a in arguments if a.default is not a.empty}
-        graph = fx.GraphModule(twin, _Tracer().trace(twin, defaults))
+        with torch.no_grad():  # as the twin runs: a forward may ask
+            graph = fx.GraphModule(twin, _Tracer().trace(twin, defaults))
     except Exception as error:  # anything: the module's own code ran, on proxies
         raise ValueError(f"torch.fx cannot trace module: {error}") from error
     made = [node.target for node in graph.graph.nodes if node.op == "get_attr"]

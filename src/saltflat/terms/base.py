@@ -1,4 +1,4 @@
-"""What a trajectory method writes, and the path that every call takes.
+"""Base class of all terms: the order of one call, and the methods to override.
 
 A call of a term, in this order:
 
@@ -6,15 +6,18 @@ A call of a term, in this order:
 2. `loss` is weight * divergence(outputs, reference) over the rows that have a reference;
 3. `record` remembers the outputs for later epochs.
 
-Before `start_epoch` only 3 happens, in eval mode nothing. A method overrides these three, and
-`update` if something follows the optimizer's step. `saltflat.terms.saf` is a short example.
+Before `start_epoch` only 3 happens. In eval mode none of them happens, and the result is 0.
+
+A new method is a class in a file of its own. It sets the flags (`needs_index`, ...), hands its
+memory to `super().__init__`, and overrides `reference`. It overrides `record` if it remembers
+outputs, `update` if something follows the optimizer's step, and `loss` if weight * divergence does
+not do. `@register("term", name)` gives it a name. `saltflat.terms.saf` is a short example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from saltflat.core import cuda_graph
-from saltflat.core.checks import real_number
+from saltflat.core.checks import flag, real_number
 from saltflat.memory.table import SampleMemory
 from saltflat.terms.divergence import trajectory_loss
 from saltflat.terms.epochs import EpochState
@@ -67,7 +70,8 @@ class TrajectoryTerm(EpochState):
     replaces_loss = False
     """Whether the term is the whole loss, so that a loop leaves out its own."""
 
-    class_dim = -1
+    class_dim: int | None = None
+    """The dimension of the classes. None: the last, of outputs of 2 or 3 dimensions."""
 
     def __init__(
         self,
@@ -82,10 +86,8 @@ class TrajectoryTerm(EpochState):
         super().__init__(start_epoch, memory, process_group)
         self.weight = real_number("weight", weight)
         self.temperature = real_number("temperature", temperature, most=1e6, above=True)
-        self.tau_squared = tau_squared
-        self.divergence: Callable[..., Tensor] = partial(
-            trajectory_loss, temperature=self.temperature, tau_squared=tau_squared
-        )
+        self.tau_squared = flag("tau_squared", tau_squared)
+        self.divergence: Callable[..., Tensor] = trajectory_loss
 
     # What a method writes.
 
@@ -95,7 +97,8 @@ class TrajectoryTerm(EpochState):
 
     def loss(self, outputs: Tensor, reference: Tensor, valid: Tensor, batch: Batch) -> Tensor:
         """The loss: a sum over the valid rows, divided by the number of all rows."""
-        return self.weight * self.divergence(outputs, reference, valid=valid)
+        how = {"temperature": self.temperature, "tau_squared": self.tau_squared}
+        return self.weight * self.divergence(outputs, reference, valid=valid, **how)
 
     def record(self, outputs: Tensor, batch: Batch, keep: Tensor) -> None:
         """Remember the outputs of the rows to keep. Default: nothing."""
@@ -145,14 +148,14 @@ class TrajectoryTerm(EpochState):
             self._counted = self._counted.to(keep.device)
         self._counted += torch.stack([every, keep, valid, known]).sum(1)
         if eager:
-            TrajectoryTerm.tick(self)  # not a method's own, which may count its `update` too
+            self.tick()
         return loss
 
     def _batch(
         self, outputs: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Batch]:
         """The outputs as (rows, classes), and the batch with its index and labels likewise."""
-        name, shape = type(self).__name__, tuple(outputs.shape)
+        name = type(self).__name__
         if len(args) == 1 and isinstance(args[0], Batch):
             index, labels, inputs = args[0].index, args[0].labels, args[0].inputs
         else:
@@ -160,23 +163,29 @@ class TrajectoryTerm(EpochState):
                 raise TypeError(f"{name} needs the samples' index: term(outputs, index)")
             index = torch.as_tensor(args[0]) if self.needs_index else None
             labels = kwargs.pop("labels", None) if self.needs_labels else None
-            inputs = args[1:] if self.needs_index else args, kwargs
+            inputs = (args[1:] if self.needs_index else args), kwargs
             if not self.needs_inputs and any(inputs):
                 raise TypeError(f"{name} takes no further arguments, got {len(args)} and {kwargs}")
-        if not outputs.is_floating_point():
-            raise ValueError(f"outputs must be floating-point numbers, got {outputs.dtype}")
-        dims = range(-len(shape), len(shape))
-        if len(shape) < 2 or self.class_dim not in dims or shape[self.class_dim] < 2:
+        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+            got = getattr(outputs, "dtype", type(outputs).__name__)
+            raise ValueError(f"outputs must be a tensor of floating-point numbers, got {got}")
+        shape, dim = tuple(outputs.shape), -1 if self.class_dim is None else self.class_dim
+        if len(shape) > 3 and self.memory is None and self.class_dim is None:
+            raise ValueError(
+                f"outputs of shape {shape}: say which dimension the classes are, for (N, C, H, W) "
+                f"{name}(..., class_dim=1) or outputs.movedim(1, -1).flatten(0, -2)"
+            )
+        if len(shape) < 2 or dim not in range(-len(shape), len(shape)) or shape[dim] < 2:
             raise ValueError(
                 f"outputs must be of shape (batch, ..., classes) with 2 or more classes, got "
                 f"{shape}: {ONE_LOGIT}"
             )
-        if self.memory is not None and shape[self.class_dim] != self.memory.num_classes:
+        if self.memory is not None and shape[dim] != self.memory.num_classes:
             raise ValueError(
                 f"outputs must be of shape (batch, ..., {self.memory.num_classes}), got {shape}. "
                 "Classes in dimension 1: outputs.movedim(1, -1)"
             )
-        outputs = outputs.movedim(self.class_dim, -1)
+        outputs = outputs.movedim(dim, -1)
         given = {"index": index if self.needs_index else None}
         given["labels"] = labels if self.needs_labels else None
         for argument, values in given.items():
@@ -229,12 +238,12 @@ class TrajectoryTerm(EpochState):
         return self.active, self.training
 
     def tick(self) -> None:
-        """Count a step. At powers of two, wait for a counter to notice a missing `set_epoch`."""
+        """Count a call. After 64, 128, ... of them read a counter, to notice an endless epoch."""
         self._steps += 1
-        if self._steps >= 1024 and self._steps & (self._steps - 1) == 0:
+        if self._steps >= 64 and self._steps & (self._steps - 1) == 0:
             rows = int(self._counted[0] + self._counts[0])
             too_many = 2**31 if self.memory is None else 4 * self.memory.num_samples
-            if rows > too_many or (self._steps >= 2**15 and not self.active):
+            if rows > too_many or (self._steps >= 2**13 and not self.active):
                 self._misuse.no_epoch(self.epoch or 0, rows)
 
     def extra_repr(self) -> str:

@@ -59,8 +59,8 @@ def trajectory_loss(
     References:
         Du et al., Sharpness-Aware Training for Free, NeurIPS 2022.
     """
-    if not 0 < temperature < inf:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not (isinstance(temperature, int | float) and 0 < temperature < inf):
+        raise ValueError(f"temperature must be positive, got {temperature!r}")
     if logits.dim() < 1 or logits.shape != reference.shape:
         raise ValueError(
             "logits and reference must have one shape (batch, ..., classes), got "
@@ -68,10 +68,11 @@ def trajectory_loss(
         )
     shape = logits.shape[:-1]
     if valid is not None:
-        if valid.dtype != torch.bool or valid.shape != shape[: valid.dim()]:
+        kind = getattr(valid, "dtype", type(valid).__name__)
+        if kind != torch.bool or valid.shape != shape[: valid.dim()]:
             raise ValueError(
-                f"valid must be boolean over the first dimensions of {tuple(shape)}, got "
-                f"{valid.dtype} of shape {tuple(valid.shape)}"
+                f"valid must be a boolean tensor over the first dimensions of {tuple(shape)}, got "
+                f"{kind} of shape {tuple(getattr(valid, 'shape', ()))}"
             )
         valid = valid.reshape(valid.shape + (1,) * (len(shape) - valid.dim())).expand(shape)
     factor = (temperature**2 if tau_squared else 1.0) / max(shape.numel(), 1)
@@ -80,10 +81,11 @@ def trajectory_loss(
 
 
 class _TemperedKL(torch.autograd.Function):
-    """factor * sum of KL(p || q) over the valid rows, with q = softmax(logits / T).
+    """factor * sum of KL(p || q) over the valid rows.
 
-    The forward pass makes the gradient, factor * (q - p) / T, in place: autograd would keep twice
-    as many tensors of the logits' size.
+    Here q = softmax(logits / T) and p = softmax(reference / T). The gradient by the logits is
+    factor * (q - p) / T. The forward pass makes q - p in place: autograd would keep twice as many
+    tensors of the logits' size.
     """
 
     @staticmethod
@@ -118,7 +120,9 @@ class _TemperedKL(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         pull, logits, valid = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative: the same number, as a function
+        if (
+            torch.is_grad_enabled()
+        ):  # for a second derivative: the value is unchanged, but depends on the logits
             z = logits if valid is None else torch.where(valid[..., None], logits, 0.0)
             q = softmax(z.to(pull.dtype) / ctx.temperature, -1)
             pull = pull + (q - q.detach())

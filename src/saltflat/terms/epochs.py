@@ -44,7 +44,9 @@ class EpochState(PlainState):
         self.epoch: int | None = None
         self.active = False
         """Whether the loss is added in this epoch."""
-        self._begun = False  # torch.compile would recompile for each number of `epoch`
+        # Whether an epoch was set. `forward` asks this: torch.compile would recompile for every
+        # number of `epoch`.
+        self._begun = False
         self._since = 0  # the first epoch that was set
         # Counts of rows: all, finite, with a reference, of a known sample. `_counted` has those of
         # this process since the last sync. `_counts` has those of all processes in this epoch, and
@@ -162,7 +164,7 @@ class EpochState(PlainState):
             self.epoch, self.active, self._begun = None, False, False
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.memory is not None and world(self._group.it)[1] > 1 and self._counted.any():
+        if self.memory is not None and self.memory.shared and self._counted.any():
             raise RuntimeError(
                 "this process has rows that the others lack: call sync() on every process before "
                 "state_dict()"

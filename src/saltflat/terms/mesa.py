@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from saltflat.core.checks import whole_number
+from saltflat.core.checks import flag, whole_number
 from saltflat.core.registry import register
 from saltflat.teacher import EMATeacher, scale_factor
 from saltflat.terms.base import Batch, TrajectoryTerm
@@ -92,17 +91,15 @@ class MESA(TrajectoryTerm):
             tau_squared=tau_squared,
             process_group=process_group,
         )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if freeze_epoch is not None:
             freeze_epoch = whole_number("freeze_epoch", freeze_epoch, 1)
         if not callable(output):
             raise TypeError(f"output must be a function of what the model returns, got {output!r}")
-        self.rescale = rescale
+        self.rescale = flag("rescale", rescale)
         self.freeze_epoch = freeze_epoch
         self.output = output
-        self.class_dim = -1 if class_dim is None else whole_number("class_dim", class_dim, -8, 8)
-        self._any_shape = class_dim is not None
+        if class_dim is not None:
+            self.class_dim = whole_number("class_dim", class_dim, -8, 8)
         self._tried = False  # whether the teacher ran once
         self.teacher = EMATeacher(
             model,
@@ -112,21 +109,13 @@ class MESA(TrajectoryTerm):
             process_group=process_group,
         )
 
-    def forward(self, outputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """See `TrajectoryTerm.forward`; `args` and `kwargs` are what the model was called with."""
-        if outputs.dim() > 3 and not self._any_shape:
-            raise ValueError(
-                f"outputs of shape {tuple(outputs.shape)}: say which dimension the classes are, "
-                "MESA(model, class_dim=1) for (N, C, H, W)"
-            )
-        return super().forward(outputs, *args, **kwargs)
-
     def reference(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The teacher's outputs."""
         args, kwargs = batch.inputs
         reference = self.output(self.teacher(*args, **kwargs))
         if isinstance(reference, Tensor) and reference.dim() > 1:
-            reference = reference.movedim(self.class_dim, -1).flatten(0, -2)
+            dim = -1 if self.class_dim is None else self.class_dim
+            reference = reference.movedim(dim, -1).flatten(0, -2)
         if not isinstance(reference, Tensor) or reference.shape != outputs.shape:
             got = getattr(reference, "shape", type(reference).__name__)
             raise ValueError(
@@ -142,9 +131,9 @@ class MESA(TrajectoryTerm):
     def record(self, outputs: Tensor, batch: Batch, keep: Tensor) -> None:
         """Run the teacher on the very first batch, so that a bad one fails at once."""
         if not self._tried:
-            self._tried = True
             if not self.active:
                 self.reference(outputs, batch)
+            self._tried = True
 
     def update(self, model: nn.Module) -> None:
         """Average the model into the teacher; call it after every `optimizer.step()`."""
@@ -156,11 +145,7 @@ class MESA(TrajectoryTerm):
         super().set_epoch(epoch)
         later = self.teacher.frozen or (previous is not None and epoch > previous)
         if later and not self.teacher.updates:
-            warnings.warn(
-                "the teacher still is the initial model: call mesa.update(model) after every "
-                "optimizer.step()",
-                stacklevel=2,
-            )
+            self._misuse.no_update()
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
@@ -172,14 +157,6 @@ class MESA(TrajectoryTerm):
         """Bytes of the teacher."""
         return self.teacher.nbytes
 
-    def graph_key(self) -> Hashable:
-        """What Python decides in the next step."""
-        return super().graph_key(), self.teacher.graph_key()
-
-    def tick(self) -> None:
-        """Count a step and the teacher's update."""
-        super().tick()
-        self.teacher.tick()
-
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rescale={self.rescale}, freeze_epoch={self.freeze_epoch}"
+        own = f"rescale={self.rescale}, freeze_epoch={self.freeze_epoch}"
+        return f"{super().extra_repr()}, {self.teacher.extra_repr()}, {own}"

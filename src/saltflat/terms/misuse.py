@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 
@@ -43,7 +44,19 @@ class Misuse:
             "loss never starts",
         )
 
+    def no_update(self) -> None:
+        """The average of the weights never moved."""
+        self._warn(
+            "no_update",
+            "the teacher still is the initial model. Call mesa.update(model) after every "
+            "optimizer.step()",
+        )
+
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            warnings.warn(f"{self._owner}: {message}", stacklevel=5)
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        level, frame = 1, sys._getframe()
+        while frame.f_back and frame.f_globals["__name__"].startswith(("saltflat.", "torch.")):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(f"{self._owner}: {message}", stacklevel=level)  # the user's own line

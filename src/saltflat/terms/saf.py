@@ -85,7 +85,7 @@ class SAF(TrajectoryTerm):
             memory=Ring(num_samples, num_classes, lag=lag, storage=storage, device=device),
             process_group=process_group,
         )
-        self.lag = lag
+        self.lag = self.memory.lag
         if start_epoch < lag:
             warnings.warn(
                 f"start_epoch={start_epoch}, but with lag={lag} references exist from epoch {lag}: "

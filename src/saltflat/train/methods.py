@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from saltflat import sam
+from saltflat.core.cuda_graph import all_parts
 from saltflat.core.registry import Part
 from saltflat.teacher import EMATeacher
 from saltflat.terms import MESA, SAF, Shuffled, TrajectoryTerm, Uniform
@@ -42,7 +43,7 @@ class Training:
     def __post_init__(self) -> None:
         own = self.term or self.teacher  # a term's teacher is in its own state
         self._stateful = {"optimizer": self.optimizer, **({} if own is None else {"method": own})}
-        self._parts = [part for part in self._stateful.values() if isinstance(part, Part)]
+        self._parts = all_parts(self._stateful.values())
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch."""
@@ -80,7 +81,7 @@ class Training:
 
     def extra_bytes(self) -> int:
         """Bytes that the method keeps between steps, beside the base optimizer's."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self._stateful.values() if isinstance(part, Part))
 
 
 @dataclass(frozen=True)
