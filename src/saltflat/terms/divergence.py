@@ -59,7 +59,7 @@ def trajectory_loss(
     References:
         Du et al., Sharpness-Aware Training for Free, NeurIPS 2022.
     """
-    if not (isinstance(temperature, int | float) and 0 < temperature < inf):
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < inf):
         raise ValueError(f"temperature must be positive, got {temperature!r}")
     if logits.dim() < 1 or logits.shape != reference.shape:
         raise ValueError(
