@@ -1,4 +1,4 @@
-"""A closure that runs more than once a step: each call sees the same reference (fault L1)."""
+"""A closure that runs more than once a step: each call sees the same reference."""
 
 from functools import partial
 

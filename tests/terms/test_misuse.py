@@ -1,4 +1,4 @@
-"""Wrong use that gave a wrong or no loss, and said nothing (faults L2, L3, L4)."""
+"""Wrong use that gave a wrong or no loss, and said nothing."""
 
 import warnings
 
