@@ -181,6 +181,8 @@ def test_frozen_and_unused_parameters_stay(wrapper):
     for seed in range(3):
         step(wrapper, optimizer, model, seed)
     for name, parameter in model.named_parameters():
+        if name == "0.bias":
+            continue  # BatchNorm cancels it: only rounding moves it
         stays = name == "0.weight" or name.startswith("unused")
         assert torch.equal(parameter, before[name]) == stays, name
     assert not model[0].weight.requires_grad

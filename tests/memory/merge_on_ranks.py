@@ -226,19 +226,20 @@ def counters_are_right_after_a_sync_and_a_merge(ranks):
     assert term.nonfinite_rows == 2 * total
 
 
-def steps_and_the_same_epoch_send_nothing(ranks):
+def steps_send_nothing_and_the_same_epoch_merges_nothing(ranks):
     term, _ = pair(ranks)
     calls, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda *args: calls.append(1) or all_reduce(*args)
     try:
         term.set_epoch(0)
         term(outputs(4), torch.arange(4))
+        assert len(calls) == 1, "the agreement"
         term.set_epoch(0)
-        assert not calls
+        assert len(calls) == 2
         term.set_epoch(1)
-        assert len(calls) == 4, "agreement, counters, owners and table"
+        assert len(calls) == 6, "agreement, counters, owners and table"
         term.set_epoch(1)
-        assert len(calls) == 4
+        assert len(calls) == 7
     finally:
         dist.all_reduce = all_reduce
 
@@ -290,13 +291,18 @@ def ranks_that_disagree(ranks):
         ("storage", *list(CODECS)[:2]),
     ):
         term, _ = pair(ranks, start_epoch=5, **{name: odd if last else usual})
-        term.set_epoch(0)
-        term(outputs(2), [0, 1])
-        expect(RuntimeError, f"settings.*{name}=", term.set_epoch, 1)
-        assert term.epoch == 0
+        expect(RuntimeError, f"settings.*{name}=", term.set_epoch, 0)
+        assert term.epoch is None
     term, _ = pair(ranks)
-    term.set_epoch(int(last))
-    expect(RuntimeError, f"epoch {int(last)}", term.set_epoch, 2)
+    expect(RuntimeError, f"to epoch {int(last)}", term.set_epoch, int(last))
+
+
+def a_rank_that_alone_loads_a_state_is_noticed(ranks):
+    term, twin = pair(ranks)
+    twin.set_epoch(3)
+    if ranks.rank == 0:
+        term.load_state_dict(twin.state_dict())
+    expect(RuntimeError, "load the same state", term.set_epoch, 3)
 
 
 def a_subgroup(ranks):
@@ -398,11 +404,12 @@ SCENARIOS = [
     every_state_is_whole_after_set_epoch_and_sync,
     a_sync_changes_nothing,
     counters_are_right_after_a_sync_and_a_merge,
-    steps_and_the_same_epoch_send_nothing,
+    steps_send_nothing_and_the_same_epoch_merges_nothing,
     the_same_epoch_again_keeps_the_order_of_calls,
     a_sync_before_the_first_epoch,
     a_state_loads_on_any_number_of_ranks,
     ranks_that_disagree,
+    a_rank_that_alone_loads_a_state_is_noticed,
     a_subgroup,
     colliding_indices_are_noticed,
     training_equals_one_process,

@@ -41,19 +41,19 @@ def all_reduce(
         tensor.copy_(message)
 
 
-def require_agreement(epoch: int, settings: str, group: dist.ProcessGroup | None) -> None:
-    """Check that all processes are in one epoch, with the same settings.
+def require_agreement(state: str, group: dist.ProcessGroup | None) -> None:
+    """Check that all processes are in the same epoch, with the same settings.
 
     Raises:
         RuntimeError: If they are not.
     """
-    own = torch.tensor([epoch, crc32(settings.encode())], device="cpu")
+    own = torch.tensor(crc32(state.encode()), device="cpu")
     extremes = torch.stack([own, -own])
     all_reduce(extremes, dist.ReduceOp.MIN, group)
     if not torch.equal(extremes[0], -extremes[1]):
         raise RuntimeError(
-            "the processes differ in their epoch or settings: call set_epoch with the same numbers "
-            f"on all of them. Here: epoch {epoch}, {settings}"
+            "the processes differ in their epoch or settings: on all of them load the same state "
+            f"and call set_epoch with the same numbers. Here: {state}"
         )
 
 

@@ -74,15 +74,16 @@ class EpochState(PlainState):
             RuntimeError: If the processes differ, or one does not call.
         """
         number = whole_number("epoch", epoch)
-        if self.epoch is None:
-            self._since = number
-        elif number < self.epoch:
+        if self.epoch is not None and number < self.epoch:
             raise ValueError(
                 f"epoch {number} comes after epoch {self.epoch}: to go back, load an earlier "
                 "state_dict; for a new run, build a new object"
             )
+        self._agree(f"epoch {self.epoch} to epoch {number}")
+        if self.epoch is None:
+            self._since = number
         elif number > self.epoch:
-            self.sync()
+            self._merge()
             self._end_epoch(self.epoch)
         self._begin(number)
 
@@ -119,10 +120,18 @@ class EpochState(PlainState):
         Raises:
             RuntimeError: If the processes differ in epoch or settings, or one does not call.
         """
+        self._agree(f"sync in epoch {self.epoch}")
+        self._merge()
+
+    def _agree(self, what: str) -> None:
+        """Check that every process does this, with the same settings."""
+        if world(self._group.it)[1] > 1:
+            settings = f"{type(self).__name__}({self.extra_repr()})"
+            require_agreement(f"{what}, {settings}", self._group.it)
+
+    def _merge(self) -> None:
         group, counted = self._group.it, self._counted.cpu()
         if world(group)[1] > 1:
-            settings = f"{type(self).__name__}({self.extra_repr()})"
-            require_agreement(-1 if self.epoch is None else self.epoch, settings, group)
             all_reduce(counted, dist.ReduceOp.SUM, group)
             if self.memory is not None and self.epoch is not None:
                 self.memory.merge(group)
