@@ -207,7 +207,9 @@ def test_one_term_is_enough():
 
 @both
 def test_a_callback_can_be_pickled_for_spawned_processes(method):
-    fit(Module(), [pickle.loads(pickle.dumps(callback(method)))], loader(method == "saf"), epochs=2)
+    copy = pickle.loads(pickle.dumps(callback(method)))
+    fit(Module(), [copy], loader(method == "saf"), epochs=2)
+    assert copy.term.epoch == 1
 
 
 @pytest.mark.parametrize("name", ["SAM", "ASAM", "GSAM", "LookSAM", "MSAM"])

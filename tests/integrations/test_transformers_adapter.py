@@ -1,6 +1,7 @@
 """What is particular to the Hugging Face Trainer: its loss, its models, its columns and resumes."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -413,7 +414,11 @@ def test_of_a_stream_nobody_knows_how_many_passes_there_will_be(tmp_path):
     """So no warning says that the term never starts."""
     model = bert()
     how = {"train_dataset": texts().to_iterable_dataset(), "term": term_for("mesa", model)}
-    TrajectoryTrainer(model, arguments(tmp_path, max_steps=2), **how).train()
+    trainer = TrajectoryTrainer(model, arguments(tmp_path, max_steps=2), **how)
+    with warnings.catch_warnings(record=True) as said:
+        trainer.train()
+    assert not [each for each in said if "never" in str(each.message)]
+    assert trainer.state.global_step == 2
 
 
 @both
